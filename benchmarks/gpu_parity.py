@@ -118,12 +118,18 @@ def generate_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]
     """Greedy tokens by transformers."""
     import torch
 
+    from tests.parity.cases import count_positions
+
     with torch.no_grad():
         output = model(torch.tensor([prompt], device="cuda"), use_cache=True)
         tokens = [int(output.logits[0, -1].argmax())]
         while len(tokens) < num_tokens:
             last_token = torch.tensor([[tokens[-1]]], device="cuda")
-            output = model(last_token, past_key_values=output.past_key_values, use_cache=True)
+            length = len(prompt) + len(tokens)
+            positions = count_positions(model, length - 1, length)
+            output = model(
+                last_token, past_key_values=output.past_key_values, use_cache=True, **positions
+            )
             tokens.append(int(output.logits[0, -1].argmax()))
     return tokens
 

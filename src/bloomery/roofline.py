@@ -110,7 +110,8 @@ def _feed_forward_sizes(mlp: MlpSpec | MoeSpec | None, hidden: int) -> tuple[int
         return _mlp_sizes(mlp, hidden)
     router = hidden * (mlp.num_experts + mlp.shared_gate)
     shared_expert = _mlp_sizes(mlp.shared, hidden) if mlp.shared else ()
-    return router, *shared_expert
+    latent = 2 * (hidden * mlp.latent,) if mlp.latent else ()
+    return router, *shared_expert, *latent
 
 
 def _mlp_sizes(mlp: MlpSpec, hidden: int) -> tuple[int, int]:
@@ -130,6 +131,7 @@ def _experts_size(layer: LayerSpec, hidden: int) -> int:
 
 def _expert_size(moe: MoeSpec, hidden: int) -> int:
     """Parameters of one expert, with its biases: a step reads those of chosen experts only."""
+    hidden = moe.latent or hidden
     return sum(_mlp_sizes(moe.mlp, hidden)) + _mlp_vector_size(moe.mlp, hidden)
 
 

@@ -218,6 +218,8 @@ class MoeSpec:
     shared: MlpSpec | None = None  # an expert that every token uses
     shared_gate: bool = False  # multiply its output by sigmoid(w . x)
     shared_scale: float = 1.0  # of its output
+    # Experts read and write vectors of this width, between two projections that they share.
+    latent: int | None = None
     router_norm: NormSpec | None = None
     expert_norm: NormSpec | None = None
     expert_post_norm: NormSpec | None = None  # of the sum of a token's experts
@@ -437,12 +439,13 @@ class SplitTensors:
     """A matrix stored as several tensors: q, k and v, or gate and up.
 
     `parts`: how many consecutive parts of the matrix each tensor has, if not one each.
-    `grouped`: the rows of each tensor are [key head][its parts of this head]; for gated delta nets.
+    `grouped`: of each tensor, whether its rows are [key head][its parts of this head]; for gated
+    delta nets. Empty: none is.
     """
 
     names: tuple[str, ...]
     parts: tuple[int, ...] = ()
-    grouped: bool = False
+    grouped: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -465,10 +468,11 @@ class TensorNames:
     Names within a layer are relative to `layer`. `extra` has the tensors that only some models
     have. In a layer: attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, attn_sum_norm,
     mlp_sum_norm, q_norm, k_norm, v_norm, sinks, attn_gate, router, correction_bias, expert_scale,
-    shared_gate, router_norm, expert_norm, expert_post_norm, shared_norm, shared_post_norm,
-    xielu_alpha_p, xielu_alpha_n. Outside: positions, embed_norm, project_in, project_out. A q_norm
-    or k_norm with {h} in its name is stored as one [dim] weight per head. The names of sinks,
-    correction_bias, expert_scale and the alphas are complete: no `.weight` is appended.
+    shared_gate, latent_down, latent_up, router_norm, expert_norm, expert_post_norm, shared_norm,
+    shared_post_norm, xielu_alpha_p, xielu_alpha_n. Outside: positions, embed_norm, project_in,
+    project_out. A q_norm or k_norm with {h} in its name is stored as one [dim] weight per head. The
+    names of sinks, correction_bias, expert_scale and the alphas are complete: no `.weight` is
+    appended.
 
     A recurrent mixer has recurrent_in, recurrent_out and recurrent_conv, and in `extra`, as far as
     its kind needs them: recurrent_norm, A_log (or neg_A, which stores -exp(A_log)), dt_bias, D

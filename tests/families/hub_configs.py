@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.families.hub_dense_configs import DENSE_CONFIGS
+from tests.families.hub_hybrid_configs import HYBRID_CONFIGS
 from tests.families.hub_moe_configs import MOE_CONFIGS
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -612,4 +613,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-CONFIGS |= DENSE_CONFIGS | MOE_CONFIGS
+CONFIGS |= DENSE_CONFIGS | MOE_CONFIGS | HYBRID_CONFIGS

@@ -13,6 +13,7 @@ from bloomery.attention.base import softmax_scale
 from bloomery.errors import UnsupportedModel
 from bloomery.families import ModelDescription
 from bloomery.families.gguf import ARCHITECTURES, LAYER_NORM_EPSILON, RMS_EPSILON, describe_gguf
+from bloomery.families.gguf_recurrent import RECURRENT_ARCHITECTURES
 from bloomery.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -42,6 +43,18 @@ STATED: dict[str, dict[str, Any]] = {
     "cohere2moe": {"attention.sliding_window": 5},
 }
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+SSM = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}
+for arch in ("qwen35", "qwen35moe", "qwen3next", "granitehybrid", "nemotron_h", "nemotron_h_moe"):
+    STATED[arch] = SSM
+STATED["falcon-h1"] = SSM
+STATED["granitehybrid"] = SSM | {"logit_scale": 4.0}
+STATED["lfm2"] = STATED["lfm2moe"] = {"shortconv.l_cache": 3}
 WITH_EXPERTS = (
     "afmoe",
     "cohere2moe",
@@ -53,12 +66,16 @@ WITH_EXPERTS = (
     "hunyuan-moe",
     "hy_v3",
     "laguna",
+    "lfm2moe",
     "llama4",
     "mellum",
     "minimax-m2",
+    "nemotron_h_moe",
     "olmoe",
     "phimoe",
     "qwen2moe",
+    "qwen35moe",
+    "qwen3next",
     "qwen3moe",
     "qwen3vlmoe",
 )
@@ -80,6 +97,18 @@ def expert_tensors(*layers: int, shared: bool = False) -> dict[str, tuple[int, .
     return {f"blk.{i}.{name}.weight": shape for i in layers for name, shape in kinds.items()}
 
 
+def recurrent_tensors(arch: str) -> dict[str, tuple[int, ...]]:
+    """Layer 0 has attention, layer 1 is recurrent, and both are everywhere in Falcon-H1."""
+    conv = "shortconv.conv" if arch.startswith("lfm2") else "ssm_conv1d"
+    recurrent = range(3) if arch == "falcon-h1" else [1]
+    tensors: dict[str, tuple[int, ...]] = {f"blk.{i}.{conv}.weight": (96, 4) for i in recurrent}
+    tensors |= {f"blk.{i}.attn_output.weight": (32, 32) for i in (0, 2)}
+    if arch == "nemotron_h_moe":  # the blocks of a layer are layers of their own
+        tensors |= expert_tensors(2, shared=True)
+        del tensors["blk.2.attn_output.weight"]
+    return tensors
+
+
 def describe(
     arch: str,
     changes: dict[str, Any] | None = None,
@@ -90,8 +119,11 @@ def describe(
     stated = SIZES | epsilon | STATED.get(arch, {}) | (changes or {})
     metadata = {f"{arch}.{key}": value for key, value in stated.items() if value is not None}
     blocks: dict[str, tuple[int, ...]] = {f"blk.{i}.attn_norm.weight": (32,) for i in range(3)}
-    if arch in WITH_EXPERTS and not any("_exps" in name for name in tensors or ()):
+    has_experts = arch in WITH_EXPERTS and arch != "nemotron_h_moe"
+    if has_experts and not any("_exps" in name for name in tensors or ()):
         blocks |= expert_tensors(0, 1, 2)
+    if arch in RECURRENT_ARCHITECTURES:
+        blocks |= recurrent_tensors(arch)
     if arch in WITH_QK_NORM:
         blocks |= {f"blk.{i}.attn_q_norm.weight": (8,) for i in range(3)}
     vectors = {f"{name}.weight": values for name, values in divisors.items()}
@@ -125,7 +157,7 @@ def test_sizes(arch: str) -> None:
     assert (model.vocab, model.hidden, model.context, len(model.layers)) == (101, 32, 64, 3)
     assert (attention_of(description).num_heads, attention_of(description).head_dim) == (4, 8)
     assert model.tied and not model.head_bias
-    assert not any(layer.attention.bias or layer.attention.out_bias for layer in model.layers)
+    assert not any(spec.bias or spec.out_bias for spec in model.attentions)
     assert not any(layer.attn_norm.unit_offset for layer in model.layers if layer.attn_norm)
     assert description.unread == ()
 
@@ -144,6 +176,7 @@ def test_architectures_with_interleaved_rope() -> None:
         "llama4",
         "mistral3",
         "granite",
+        "granitehybrid",
         "granitemoe",
         "granite_swa",
         "smollm3",

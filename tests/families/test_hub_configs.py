@@ -12,12 +12,19 @@ import transformers as tf
 from bloomery.families import describe_config
 from bloomery.spec import (
     AlibiSpec,
+    AttentionGateSpec,
+    GatedDeltaNetSpec,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    Mamba2Spec,
+    MambaSpec,
     MoeSpec,
+    NormSpec,
+    RecurrentSpec,
     RopeSpec,
     RouterSpec,
+    ShortConvSpec,
     YarnScaling,
 )
 from tests.families.hub_configs import CONFIGS
@@ -246,6 +253,113 @@ def test_experts() -> None:
         None,
         True,
     )
+
+
+@dataclass(frozen=True)
+class ExpectedHybrid:
+    mixer: RecurrentSpec
+    # Layers with attention; all others are recurrent or have no mixer.
+    attention: tuple[int, ...]
+    heads: tuple[int, int, int]  # heads, key-value heads, head dimension
+    position: RopeSpec | None
+
+
+HYBRIDS = {
+    "Qwen3.6-35B-A3B": ExpectedHybrid(
+        GatedDeltaNetSpec(16, 32, 128, 128),
+        tuple(range(3, 40, 4)),
+        (16, 2, 256),
+        RopeSpec(64, 1e7),
+    ),
+    "Qwen3.6-27B": ExpectedHybrid(
+        GatedDeltaNetSpec(16, 48, 128, 128),
+        tuple(range(3, 64, 4)),
+        (24, 4, 256),
+        RopeSpec(64, 1e7),
+    ),
+    "Qwen3-Next-80B-A3B": ExpectedHybrid(
+        GatedDeltaNetSpec(16, 32, 128, 128),
+        tuple(range(3, 48, 4)),
+        (16, 2, 256),
+        RopeSpec(64, 1e7),
+    ),
+    "LFM2-1.2B": ExpectedHybrid(
+        ShortConvSpec(2048), (2, 5, 8, 10, 12, 14), (32, 8, 64), RopeSpec(64, 1e6)
+    ),
+    "LFM2-8B-A1B": ExpectedHybrid(
+        ShortConvSpec(2048), (2, 6, 10, 14, 18, 21), (32, 8, 64), RopeSpec(64, 1e6)
+    ),
+    "Nemotron-3-Nano-30B-A3B": ExpectedHybrid(
+        Mamba2Spec(64, 64, 128, 8, norm=NormSpec(eps=1e-5), norm_groups=8),
+        (5, 12, 19, 26, 33, 42),
+        (32, 2, 128),
+        None,
+    ),
+    "granite-4.0-h-small": ExpectedHybrid(
+        Mamba2Spec(128, 64, 128, norm=NormSpec(eps=1e-5)), (5, 15, 25, 35), (32, 8, 128), None
+    ),
+    "Falcon-H1-0.5B": ExpectedHybrid(
+        Mamba2Spec(
+            24,
+            64,
+            128,
+            norm=None,
+            part_scales=tuple(
+                1.25 * factor for factor in CONFIGS["Falcon-H1-0.5B"]["ssm_multipliers"]
+            ),
+        ),
+        tuple(range(36)),
+        (8, 2, 128),
+        RopeSpec(128, 1e11),
+    ),
+    "Jamba-1.5-Mini": ExpectedHybrid(
+        MambaSpec(8192, 16, 256, norm=NormSpec()), (4, 12, 20, 28), (32, 8, 128), None
+    ),
+    "Bamba-9B": ExpectedHybrid(
+        Mamba2Spec(128, 64, 128, norm=NormSpec(eps=1e-5)), (9, 18, 27), (32, 8, 128), RopeSpec(64)
+    ),
+    "Olmo-Hybrid-7B": ExpectedHybrid(
+        GatedDeltaNetSpec(30, 30, 96, 192, norm=NormSpec(eps=1e-5), beta_scale=2.0),
+        tuple(range(3, 32, 4)),
+        (30, 30, 128),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_expected_mixers(name: str) -> None:
+    expected = HYBRIDS[name]
+    layers = describe_config(CONFIGS[name]).model.layers
+    assert {layer.recurrent for layer in layers} - {None} == {expected.mixer}
+    attention_layers = [i for i, layer in enumerate(layers) if layer.attention is not None]
+    assert tuple(attention_layers) == expected.attention
+    attention = layers[attention_layers[0]].attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == expected.heads
+    assert attention.position == expected.position
+
+
+def test_values_of_recurrent_models() -> None:
+    qwen = describe_config(CONFIGS["Qwen3.6-35B-A3B"]).model
+    assert qwen.layers[0].attn_norm == NormSpec(unit_offset=True)
+    assert qwen.layers[3].attention.gate == AttentionGateSpec("packed")
+    moe = qwen.layers[0].mlp
+    assert (moe.num_experts, moe.top_k, moe.mlp.size, moe.shared.size) == (256, 8, 512, 512)
+    assert moe.shared_gate and moe.router.normalize
+    assert describe_config(CONFIGS["LFM2-1.2B"]).model.layers[0].mlp.size == 8192
+    nano = describe_config(CONFIGS["Nemotron-3-Nano-30B-A3B"]).model
+    assert [layer.mlp is None for layer in nano.layers[:6]] == [True, False] * 2 + [True, True]
+    moe = nano.layers[1].mlp
+    assert (moe.num_experts, moe.top_k, moe.mlp.size, moe.shared.size) == (128, 6, 1856, 3712)
+    assert not moe.mlp.gated and moe.mlp.activation == "relu2" and moe.router.scale == 2.5
+    falcon = describe_config(CONFIGS["Falcon-H1-0.5B"]).model.layers[0]
+    assert falcon.attention.scale == 0.39062499999999994 * 128**-0.5
+    assert (falcon.attention_scale, falcon.recurrent_scale) == (0.9375, 0.23570226039551587)
+    assert falcon.mlp_scale == 0.8838834764831844 * 0.5859375
+    assert falcon.mlp.clamp.alpha == 0.8838834764831844
+    olmo = describe_config(CONFIGS["Olmo-Hybrid-7B"]).model.layers
+    assert (olmo[0].attn_norm, olmo[0].attn_post_norm) == (NormSpec(), None)
+    assert (olmo[3].attn_norm, olmo[3].attn_post_norm) == (None, NormSpec())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
 VOCAB = 101
 
@@ -82,6 +83,69 @@ LLAMA4 = WIDE | {
     "attention_chunk_size": 7,
     "floor_scale": 4,
     "attn_scale": 0.5,
+}
+# Outputs of a delta net may be tiny before their norm, which then enlarges rounding errors.
+DELTA_NET = WIDE | {
+    "rms_norm_eps": 1e-4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+DELTA_NET_MOE = {key: value for key, value in DELTA_NET.items() if key != "intermediate_size"}
+QWEN3_5_VISION = QWEN_VISION | {"num_position_embeddings": 16}
+LFM2 = GROUPED | {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_auto_adjust_ff_dim": False,
+}
+# Values that are not those of a state without any factor or limit.
+MAMBA2 = GROUPED | {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+}
+# transformers applies the least time step to prompts only, so there is none here.
+NEMOTRON_H = {key: value for key, value in WIDE.items() if key != "num_hidden_layers"} | {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "time_step_min": 1e-30,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
+GRANITE_FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
+FALCON_H1_FACTORS = {
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.5,
+    "key_multiplier": 0.6,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [1.4, 0.6],
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.5,
+}
+JAMBA = GROUPED | {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_offset": 1,
+    "mamba_d_state": 6,
+    "num_experts": 4,
 }
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
@@ -807,9 +871,134 @@ CASES = [
         use_sliding_window=True,
         sliding_window=5,
     ),
+    parity_case("qwen3_5_text", tf.Qwen3_5TextConfig, **DELTA_NET),
+    parity_case(
+        "qwen3_5_text-biased",
+        tf.Qwen3_5TextConfig,
+        **DELTA_NET | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3},
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    parity_case(
+        "qwen3_5", tf.Qwen3_5Config, text_config=DELTA_NET, vision_config=QWEN3_5_VISION, **UNTIED
+    ),
+    parity_case("qwen3_5_moe_text", tf.Qwen3_5MoeTextConfig, **DELTA_NET_MOE, **SHARED),
+    parity_case(
+        "qwen3_5_moe",
+        tf.Qwen3_5MoeConfig,
+        text_config=DELTA_NET_MOE | SHARED,
+        vision_config=QWEN3_5_VISION,
+        **UNTIED,
+    ),
+    parity_case("qwen3_next", tf.Qwen3NextConfig, **DELTA_NET, **SHARED),
+    parity_case(
+        "qwen3_next-mixed",
+        tf.Qwen3NextConfig,
+        **DELTA_NET,
+        **SHARED,
+        mlp_only_layers=[0],
+        norm_topk_prob=False,
+    ),
+    parity_case("lfm2", tf.Lfm2Config, **LFM2),
+    parity_case(
+        "lfm2-biased",
+        tf.Lfm2Config,
+        **LFM2 | {"block_auto_adjust_ff_dim": True},
+        conv_bias=True,
+        conv_L_cache=4,
+        block_multiple_of=16,
+        block_ffn_dim_multiplier=1.1,
+        tie_word_embeddings=False,
+    ),
+    parity_case(
+        "lfm2_moe",
+        tf.Lfm2MoeConfig,
+        **LFM2,
+        **EXPERTS,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    parity_case(
+        "nemotron_h",
+        tf.NemotronHConfig,
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    ),
+    parity_case(
+        "nemotron_h-latent",
+        tf.NemotronHConfig,
+        **NEMOTRON_H | GROUPS,
+        hybrid_override_pattern="E*M",
+        moe_latent_size=20,
+        use_bias=True,
+    ),
+    parity_case(
+        "granitemoehybrid",
+        tf.GraniteMoeHybridConfig,
+        **MAMBA2,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        shared_intermediate_size=40,
+        **GRANITE_FACTORS,
+    ),
+    parity_case(
+        "granitemoehybrid-dense",
+        tf.GraniteMoeHybridConfig,
+        **MAMBA2,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=0,
+        shared_intermediate_size=40,
+        position_embedding_type="rope",
+        attention_bias=True,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+    ),
+    parity_case("bamba", tf.BambaConfig, **MAMBA2, attn_layer_indices=[1], attention_bias=True),
+    parity_case("falcon_h1", tf.FalconH1Config, **MAMBA2, mamba_d_ssm=64),
+    parity_case(
+        "falcon_h1-multiplied",
+        tf.FalconH1Config,
+        **MAMBA2 | {"mamba_d_head": 12},
+        **FALCON_H1_FACTORS,
+        mamba_d_ssm=48,
+        mamba_rms_norm=True,
+        projectors_bias=True,
+    ),
+    parity_case(
+        "falcon_h1-gated-first",
+        tf.FalconH1Config,
+        **MAMBA2,
+        mamba_d_ssm=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mlp_bias=True,
+    ),
+    parity_case("jamba", tf.JambaConfig, **JAMBA),
+    parity_case(
+        "jamba-dense",
+        tf.JambaConfig,
+        **JAMBA | {"num_experts": 1},
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        mamba_dt_rank=5,
+    ),
+    parity_case("olmo_hybrid", tf.OlmoHybridConfig, **GROUPED | {"num_hidden_layers": 4}),
+    parity_case(
+        "olmo_hybrid-no-positions",
+        tf.OlmoHybridConfig,
+        **GROUPED,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_allow_neg_eigval=False,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+    ),
 ]
 
 
+ROUTER_BIASES = ("correction_bias", "feed_forward.expert_bias")  # buffers
 WIDTHS = (
     "hidden_size",
     "intermediate_size",
@@ -825,6 +1014,15 @@ WIDTHS = (
     "intermediate_size_mlp",
     "prefix_dense_intermediate_size",
     "rotary_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "mamba_d_ssm",
+    "mamba_d_head",
+    "mamba_d_state",
+    "mamba_head_dim",
+    "ssm_state_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
     "query_pre_attn_scalar",
 )
 
@@ -859,10 +1057,31 @@ def make_checkpoint(case: ParityCase, folder: Path, times: int = 1) -> Any:
         for weight in model.parameters():  # no norm is all ones and no bias zero
             weight.add_(0.2 / times**0.5 * torch.randn(weight.shape, generator=generator))
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):  # of a router; it is as large as the scores
+            if name.endswith(ROUTER_BIASES):  # of a router; it is as large as the scores
                 buffer.add_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
+    if config.model_type == "olmo_hybrid":
+        restore_published_names(folder / "model.safetensors")
     return model
+
+
+def restore_published_names(file: Path) -> None:
+    """Undo what transformers does to norms of attention layers when it saves an OLMo Hybrid."""
+    tensors = load_file(file)
+    renamed = {}
+    for name, tensor in tensors.items():
+        layer = name.removesuffix("feedforward_layer_norm.weight")
+        if layer != name and f"{layer}self_attn.q_proj.weight" in tensors:
+            name = f"{layer}post_attention_layernorm.weight"
+        renamed[name] = tensor
+    save_file(renamed, file, {"format": "pt"})
+
+
+def count_positions(model: Any, start: int, end: int) -> dict[str, Any]:
+    """Return the positions of a call for the model that counts them from 0 in every call."""
+    if model.config.model_type != "bamba":
+        return {}
+    return {"position_ids": torch.arange(start, end, device=model.device)[None]}
 
 
 @torch.no_grad()
@@ -872,6 +1091,8 @@ def reference_logits(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Ten
     logits = [output.logits]
     cache = output.past_key_values
     for position in range(prompt, tokens.shape[1]):
-        output = model(tokens[:, position : position + 1], past_key_values=cache, use_cache=True)
+        positions = count_positions(model, position, position + 1)
+        token = tokens[:, position : position + 1]
+        output = model(token, past_key_values=cache, use_cache=True, **positions)
         logits.append(output.logits)
     return torch.cat(logits, 1)[0]

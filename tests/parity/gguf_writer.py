@@ -31,7 +31,7 @@ def write_gguf(
     `extra` metadata overrides the converter's.
     """
     c = getattr(model.config, "text_config", model.config)
-    arch = ARCHITECTURES[model.config.model_type]
+    arch = find_architecture(model.config)
     writer = gguf.GGUFWriter(path, arch.name)
     for key, value in (common_metadata(c) | arch.metadata(c) | (extra or {})).items():
         add_metadata(writer, f"{arch.name}.{key}", value)
@@ -60,6 +60,13 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def find_architecture(config: Any) -> GgufArchitecture:
+    """Return the architecture that the converter chooses for a model."""
+    if config.model_type == "nemotron_h" and "moe" not in config.layers_block_type:
+        return DENSE_NEMOTRON_H
+    return ARCHITECTURES[config.model_type]
 
 
 # Types that the package cannot quantize to: where the scale of a block and the scale of its offset
@@ -412,6 +419,102 @@ def llama4_metadata(c: Any) -> dict[str, Any]:
     }
 
 
+def delta_net_metadata(c: Any) -> dict[str, Any]:
+    experts = getattr(c, "num_experts", None)
+    rope = c.rope_parameters
+    sections = [*rope["mrope_section"], 0] if c.model_type != "qwen3_next" else None
+    return rms_norm_metadata(c) | {
+        "ssm.conv_kernel": c.linear_conv_kernel_dim,
+        "ssm.state_size": c.linear_key_head_dim,
+        "ssm.group_count": c.linear_num_key_heads,
+        "ssm.time_step_rank": c.linear_num_value_heads,
+        "ssm.inner_size": c.linear_value_head_dim * c.linear_num_value_heads,
+        "full_attention_interval": 4,
+        "rope.dimension_count": int(c.head_dim * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": sections,
+        "expert_count": experts,
+        "expert_used_count": experts and c.num_experts_per_tok,
+        "expert_feed_forward_length": experts and c.moe_intermediate_size,
+        "expert_shared_feed_forward_length": experts and c.shared_expert_intermediate_size,
+    }
+
+
+def kv_heads_by_layer(c: Any) -> list[int]:
+    return [c.num_key_value_heads if kind == "full_attention" else 0 for kind in c.layer_types]
+
+
+def lfm2_metadata(c: Any) -> dict[str, Any]:
+    metadata = {
+        "attention.head_count_kv": kv_heads_by_layer(c),
+        "attention.layer_norm_rms_epsilon": c.norm_eps,
+        "shortconv.l_cache": c.conv_L_cache,
+        **rope_metadata(c.rope_parameters),
+    }
+    if c.model_type == "lfm2":
+        return metadata
+    return metadata | {
+        "expert_count": c.num_experts,
+        "expert_used_count": c.num_experts_per_tok,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "leading_dense_block_count": c.num_dense_layers,
+        "expert_gating_func": 2,
+    }
+
+
+def mamba2_metadata(c: Any, inner: int) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": first_value(c, "mamba_d_conv", "conv_kernel"),
+        "ssm.state_size": first_value(c, "mamba_d_state", "ssm_state_size"),
+        "ssm.group_count": first_value(c, "mamba_n_groups", "n_groups"),
+        "ssm.time_step_rank": first_value(c, "mamba_n_heads", "mamba_num_heads"),
+        "ssm.inner_size": inner,
+        "attention.layer_norm_rms_epsilon": first_value(c, "rms_norm_eps", "layer_norm_epsilon"),
+    }
+
+
+def granite_hybrid_metadata(c: Any) -> dict[str, Any]:
+    experts = c.num_local_experts or None
+    return {
+        **granitemoe_metadata(c),
+        **mamba2_metadata(c, c.mamba_expand * c.hidden_size),
+        "attention.head_count_kv": kv_heads_by_layer(c),
+        "expert_count": experts,
+        "expert_used_count": experts and c.num_experts_per_tok,
+        "rope.scaling.finetuned": c.position_embedding_type == "rope",
+    }
+
+
+def falcon_h1_metadata(c: Any) -> dict[str, Any]:
+    return {**rms_norm_metadata(c), **mamba2_metadata(c, c.mamba_d_ssm)}
+
+
+def nemotron_h_metadata(c: Any) -> dict[str, Any]:
+    sizes = {"moe": c.moe_intermediate_size, "mlp": c.intermediate_size}
+    has_experts = "moe" in c.layers_block_type
+    metadata = {
+        **mamba2_metadata(c, c.mamba_num_heads * c.mamba_head_dim),
+        "attention.head_count_kv": kv_heads_by_layer(c),
+        "attention.key_length": c.head_dim,
+        "attention.value_length": c.head_dim,
+        "feed_forward_length": [sizes.get(kind, 0) for kind in c.layers_block_type],
+        "rope.scaling.finetuned": False,
+    }
+    if not has_experts:
+        return metadata
+    return metadata | {
+        "expert_count": c.n_routed_experts,
+        "expert_used_count": c.num_experts_per_tok,
+        "expert_feed_forward_length": c.moe_intermediate_size,
+        "expert_shared_feed_forward_length": c.moe_shared_expert_intermediate_size,
+        "expert_shared_count": c.n_shared_experts,
+        "expert_weights_norm": c.norm_topk_prob,
+        "expert_weights_scale": float(c.routed_scaling_factor),
+        "expert_group_count": c.n_group,
+        "expert_group_used_count": c.topk_group,
+        "moe_latent_size": c.moe_latent_size,
+    }
+
+
 def mistral3_metadata(c: Any) -> dict[str, Any]:
     rope = c.rope_parameters
     return llama_metadata(c) | {
@@ -673,6 +776,112 @@ class ExpertWriter:
         yield f"ffn_up_exps.{suffix}", up
 
 
+@dataclass(frozen=True)
+class RecurrentWriter:
+    """Writes recurrent mixers as the converter stores them, and other tensors with `other`."""
+
+    other: TensorChange
+    tiled_heads: bool = False  # value heads of a gated delta net: by turns over the key heads
+    adds_one: bool = False  # to norms
+
+    def __call__(self, c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+        if self.adds_one and name.endswith("norm.weight") and ".linear_attn." not in name:
+            tensor = tensor + 1
+        if not any(mixer in name for mixer in (".linear_attn.", ".mamba.", ".mixer.", ".conv.")):
+            yield from self.other(c, name, tensor)
+            return
+        if ".linear_attn." in name and self.tiled_heads:
+            tensor = self.tile_heads(c, name, tensor)
+        prefix = f"blk.{name.split('.')[2]}."
+        role = name.rpartition(".")[2]
+        if role == "A_log":
+            values = -torch.exp(tensor)
+            yield f"{prefix}ssm_a", values if ".linear_attn." in name else values[:, None]
+        elif role == "D":
+            yield f"{prefix}ssm_d", tensor[:, None]
+        elif role == "dt_bias":
+            yield f"{prefix}ssm_dt.bias", tensor
+        elif name.endswith(("conv1d.weight", "conv.conv.weight")):
+            yield from self.other(c, name, tensor[:, 0])
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            groups = first_value(c, "mamba_n_groups", "n_groups")
+            yield from self.other(c, name, tensor.unflatten(0, (groups, -1)))
+        elif name.endswith("in_proj_qkvz.weight"):
+            yield from self.ungroup(c, prefix, tensor)
+        else:
+            yield from self.other(c, name, tensor)
+
+    def ungroup(self, c: Any, prefix: str, tensor: torch.Tensor) -> NamedTensors:
+        """[key head][q, k, v, gate] becomes all q, all k, all v, and a gate of its own."""
+        value_rows = c.linear_value_head_dim * c.linear_num_value_heads // c.linear_num_key_heads
+        sizes = [c.linear_key_head_dim] * 2 + [value_rows] * 2
+        heads = tensor.unflatten(0, (c.linear_num_key_heads, -1)).split(sizes, 1)
+        q, k, v, gate = (part.flatten(0, 1) for part in heads)
+        yield f"{prefix}attn_qkv.weight", torch.cat((q, k, v))
+        yield f"{prefix}attn_gate.weight", gate
+
+    def tile_heads(self, c: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Take value heads from the key heads by turns, in rows, or in columns of the output."""
+
+        def tile(part: torch.Tensor, dim: int) -> torch.Tensor:
+            heads = (c.linear_num_key_heads, c.linear_num_value_heads // c.linear_num_key_heads)
+            return part.unflatten(dim, (*heads, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+        if name.endswith("out_proj.weight"):
+            return tile(tensor, 1)
+        if "in_proj_qkv." in name or "conv1d" in name:
+            first = 2 * c.linear_num_key_heads * c.linear_key_head_dim
+            return torch.cat((tensor[:first], tile(tensor[first:], 0)))
+        return tensor if name.endswith("norm.weight") else tile(tensor, 0)
+
+
+def split_shared_mlp(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+    """Write Granite's only MLP, or its shared expert and the experts."""
+    prefix = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+    if c.num_local_experts or ".shared_mlp." not in name:
+        yield from ExpertWriter(permuted=True)(c, name, tensor)
+    elif "input_linear" in name:
+        for role, part in zip(("gate", "up"), tensor.chunk(2, 0), strict=True):
+            yield f"{prefix}ffn_{role}.weight", part
+    else:
+        yield f"{prefix}ffn_down.weight", tensor
+
+
+def rename_nemotron_h(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+    prefix = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+    if ".experts." in name:
+        yield f"{prefix}ffn_{name.split('.')[-1].split('_')[0]}_exps.weight", tensor
+    elif name.endswith("e_score_correction_bias"):
+        yield f"{prefix}exp_probs_b.bias", tensor
+    else:
+        yield name.replace("model.", "backbone.", 1), tensor
+
+
+def multiply_falcon_h1(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
+    """Multiply the weights by the factors of their outputs and inputs."""
+    attention_in = c.attention_in_multiplier
+    factors = {
+        "q_proj": attention_in,
+        "k_proj": attention_in * c.key_multiplier,
+        "v_proj": attention_in,
+        "o_proj": c.attention_out_multiplier,
+        "gate_proj": c.mlp_multipliers[0],
+        "down_proj": c.mlp_multipliers[1],
+        "out_proj": c.ssm_out_multiplier,
+        "lm_head": c.lm_head_multiplier,
+        "embed_tokens": c.embedding_multiplier,
+    }
+    role = name.removesuffix(".weight").rpartition(".")[2]
+    if role == "pre_ff_layernorm":  # the package's name of it has two suffixes
+        name = f"blk.{name.split('.')[2]}.ffn_norm.weight"
+    if role == "in_proj":
+        groups = c.mamba_n_groups * c.mamba_d_state
+        sizes = [c.mamba_d_ssm, c.mamba_d_ssm, groups, groups, c.mamba_n_heads]
+        parts = zip(tensor.split(sizes), c.ssm_multipliers, strict=True)
+        tensor = torch.cat([c.ssm_in_multiplier * factor * part for part, factor in parts])
+    yield name, tensor * factors.get(role, 1.0)
+
+
 def add_one_to_norms(c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
     yield name, tensor + 1 if name.endswith("norm.weight") else tensor
 
@@ -752,6 +961,7 @@ class GgufArchitecture:
     table: str = ""  # the architecture whose names apply, if the package lacks this one
 
 
+TILED_DELTA_NETS = RecurrentWriter(ExpertWriter(), tiled_heads=True, adds_one=True)
 ARCHITECTURES = {
     "llama": GgufArchitecture("llama", llama_metadata, permute_qk, llama3_rope_factors),
     "mistral": GgufArchitecture("llama", llama_metadata, permute_qk),
@@ -822,4 +1032,24 @@ ARCHITECTURES = {
     "qwen3_vl": GgufArchitecture("qwen3vl", vision_metadata),
     "qwen3_vl_moe": GgufArchitecture("qwen3vlmoe", vision_moe_metadata, ExpertWriter()),
     "smollm3": GgufArchitecture("smollm3", llama_metadata, permute_qk),
+    "qwen3_5": GgufArchitecture("qwen35", delta_net_metadata, TILED_DELTA_NETS),
+    "qwen3_5_text": GgufArchitecture("qwen35", delta_net_metadata, TILED_DELTA_NETS),
+    "qwen3_5_moe": GgufArchitecture("qwen35moe", delta_net_metadata, TILED_DELTA_NETS),
+    "qwen3_next": GgufArchitecture(
+        "qwen3next", delta_net_metadata, RecurrentWriter(ExpertWriter(), adds_one=True)
+    ),
+    "lfm2": GgufArchitecture("lfm2", lfm2_metadata, RecurrentWriter(keep_tensor)),
+    "lfm2_moe": GgufArchitecture("lfm2moe", lfm2_metadata, RecurrentWriter(ExpertWriter())),
+    "granitemoehybrid": GgufArchitecture(
+        "granitehybrid", granite_hybrid_metadata, RecurrentWriter(split_shared_mlp)
+    ),
+    "falcon_h1": GgufArchitecture(
+        "falcon-h1", falcon_h1_metadata, RecurrentWriter(multiply_falcon_h1)
+    ),
+    "nemotron_h": GgufArchitecture(
+        "nemotron_h_moe", nemotron_h_metadata, RecurrentWriter(rename_nemotron_h)
+    ),
 }
+DENSE_NEMOTRON_H = GgufArchitecture(
+    "nemotron_h", nemotron_h_metadata, RecurrentWriter(rename_nemotron_h)
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,19 @@ import torch
 from bloomery.artifacts.locate import locate_model
 from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
 from bloomery.attention.torch_paged import TorchPagedAttention
+from bloomery.cache_groups import count_state_blocks
 from bloomery.config import EngineConfig, EnginePlan, resolve_plan
 from bloomery.describe import describe_model
-from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.build import create_block_pool
 from bloomery.engine.executor import Executor
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.executors.local import LocalExecutor
-from bloomery.messages import EngineRequest, ResolvedSampling, TokenOutput
+from bloomery.kernels.state_cache import LayerStates, RecurrentMetadata, count_part_blocks
+from bloomery.messages import EngineCapacity, EngineRequest, ResolvedSampling, TokenOutput
 from bloomery.models.decoder import Decoder
 from bloomery.models.load import load_model
+from bloomery.spec import RecurrentSpec, state_parts
 
 
 def build_plan(model: Path | str | None, max_model_len: int, **options: Any) -> EnginePlan:
@@ -49,17 +53,25 @@ def build_engine_loop(
 ) -> EngineLoop:
     """Start the executor; `pages` limits the KV cache, so that requests are preempted."""
     executor = executor or LocalExecutor()
-    capacity = executor.start(plan)
-    groups = capacity.cache_groups
-    blocks = capacity.blocks
-    if pages is not None:
-        blocks = min(blocks, pages * sum(group.page_blocks for group in groups))
-    kv = BlockPool(blocks, capacity.block_size, plan.prefix_cache, groups)
+    capacity = limit_blocks(executor.start(plan), pages)
     return EngineLoop(
-        Scheduler(kv, capacity.max_num_batched_tokens, capacity.max_num_seqs),
+        Scheduler(
+            create_block_pool(plan, capacity),
+            capacity.max_num_batched_tokens,
+            capacity.max_num_seqs,
+        ),
         executor,
         plan.steps_in_flight,
     )
+
+
+def limit_blocks(capacity: EngineCapacity, pages: int | None) -> EngineCapacity:
+    """Return the capacity with blocks for `pages` only, and for the states of three sequences."""
+    if pages is None:
+        return capacity
+    groups = capacity.cache_groups
+    blocks = pages * sum(group.page_blocks for group in groups) + 3 * count_state_blocks(groups)
+    return replace(capacity, blocks=min(capacity.blocks, blocks))
 
 
 def run_requests(loop: EngineLoop, requests: list[EngineRequest]) -> dict[str, list[TokenOutput]]:
@@ -98,6 +110,12 @@ def decoder_logits(decoder: Decoder, tokens: list[int], max_len: int) -> torch.T
     num_blocks = -(-num_tokens // block_size)
     kv_caches = [
         torch.zeros(kv_cache_shape(layer.attention, num_blocks, block_size))
+        if layer.attention is not None
+        else None
+        for layer in decoder.spec.layers
+    ]
+    states = [
+        None if layer.recurrent is None else new_states(layer.recurrent, num_tokens)
         for layer in decoder.spec.layers
     ]
     positions = torch.arange(num_tokens)
@@ -110,5 +128,22 @@ def decoder_logits(decoder: Decoder, tokens: list[int], max_len: int) -> torch.T
         kv_caches,
         backend,
         plan_attention(backend, [metadata]),
+        states=states,
     )
     return decoder.logits(hidden)
+
+
+def new_states(spec: RecurrentSpec, num_tokens: int) -> LayerStates:
+    """Return the states of one sequence at its begin, in blocks that hold a few rows each."""
+    parts = state_parts(spec)
+    block_values = 3 * max(part.width for part in parts) + 1
+    num_blocks = sum(count_part_blocks(part, block_values) for part in parts)
+    metadata = RecurrentMetadata(
+        num_decodes=0,
+        query_start_loc=torch.tensor([0, num_tokens]),
+        seq_lens=torch.tensor([num_tokens]),
+        state_blocks=torch.arange(num_blocks).flip(0)[None],
+        host_query_lens=(num_tokens,),
+        host_seq_lens=(num_tokens,),
+    )
+    return LayerStates(torch.full((num_blocks, block_values), torch.nan), metadata)

@@ -16,7 +16,15 @@ import torch
 from bloomery.artifacts.locate import locate_model
 from bloomery.describe import describe_model
 from bloomery.roofline import count_parameters
-from tests.parity.cases import CASES, VOCAB, ParityCase, make_checkpoint, reference_logits
+from tests.parity.cases import (
+    CASES,
+    ROUTER_BIASES,
+    VOCAB,
+    ParityCase,
+    count_positions,
+    make_checkpoint,
+    reference_logits,
+)
 from tests.parity.serve import (
     build_engine_loop,
     build_plan,
@@ -54,7 +62,7 @@ def test_parameters_are_counted(checkpoint: tuple[ParityCase, Path, Any]) -> Non
     if hasattr(model.config, "vision_config"):
         pytest.skip("only the text part is counted")
     router_biases = [
-        buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")
+        buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIASES)
     ]
     expected = sum(tensor.numel() for tensor in [*model.parameters(), *router_biases])
     described = describe_model(locate_model(str(folder)))
@@ -68,7 +76,9 @@ def reference_greedy(model: Any, prompts: list[list[int]], count: int) -> list[l
     tokens = [output.logits[:, -1].argmax(-1)]
     while len(tokens) < count:
         cache = output.past_key_values
-        output = model(tokens[-1][:, None], past_key_values=cache, use_cache=True)
+        length = len(prompts[0]) + len(tokens)
+        positions = count_positions(model, length - 1, length)
+        output = model(tokens[-1][:, None], past_key_values=cache, use_cache=True, **positions)
         tokens.append(output.logits[:, -1].argmax(-1))
     return torch.stack(tokens, 1).tolist()
 

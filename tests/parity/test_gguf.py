@@ -118,6 +118,15 @@ REUSED = (
     "qwen2_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
+    "qwen3_5_text",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "lfm2-biased",
+    "granitemoehybrid",
+    "granitemoehybrid-dense",
+    "falcon_h1",
+    "nemotron_h-latent",
 )
 FAMILY_CASES = {case.name: case for case in cases.CASES}
 
@@ -329,6 +338,22 @@ CASES = [
         layer_types=[FULL] * 3,
         **rope("llama3", 500.0, **LLAMA3),
     ),
+    gguf_case(
+        "falcon-h1-multiplied",
+        tf.FalconH1Config,
+        **cases.MAMBA2,
+        **cases.FALCON_H1_FACTORS,
+        mamba_d_ssm=64,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+    ),
+    gguf_case("lfm2_moe", tf.Lfm2MoeConfig, **cases.LFM2, **EXPERTS, num_dense_layers=1),
+    gguf_case(
+        "nemotron-h-dense",
+        tf.NemotronHConfig,
+        **cases.NEMOTRON_H,
+        hybrid_override_pattern="M-*-",
+    ),
     gguf_case("smollm3", tf.SmolLM3Config, **GROUPED | {"num_hidden_layers": 5}),
 ]
 
@@ -359,7 +384,7 @@ def transformers_logits(path: Path, tokens: list[int]) -> torch.Tensor:
 
 
 def test_every_architecture_has_a_case() -> None:
-    names = {gguf_writer.ARCHITECTURES[entry.case.config().model_type].name for entry in CASES}
+    names = {gguf_writer.find_architecture(entry.case.config()).name for entry in CASES}
     assert names == ARCHITECTURES.keys()
 
 

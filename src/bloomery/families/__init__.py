@@ -21,13 +21,22 @@ from bloomery.spec import (
     CheckpointQuantization,
     DynamicScaling,
     FusedTensor,
+    GatedDeltaNetSpec,
     LayerSpec,
+    Mamba2Spec,
     ModelSpec,
     MoeSpec,
+    RecurrentSpec,
     RopeSpec,
     SplitTensors,
     TensorNames,
 )
+
+# Known families that are no decoder of separate layers, and what is in the way.
+REFUSED = {
+    "zamba2": "its layers share attention blocks, which read the embeddings beside the hidden "
+    "states and have an adapter for each use; Bloomery runs no such model",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ def describe_config(config: Mapping[str, Any]) -> ModelDescription:
     model_type = ConfigReader(config).text("model_type")
     families = load_families()
     family = families.get(model_type)
+    if model_type in REFUSED:
+        raise UnsupportedModel(f"config.json: model_type {model_type!r}: {REFUSED[model_type]}")
     if family is None:
         raise UnsupportedModel(
             f"config.json: model_type {model_type!r} is not a family Bloomery knows. "
@@ -108,6 +119,10 @@ def find_problem(layer: LayerSpec) -> str | None:
         problem = find_attention_problem(layer.attention)
         if problem is not None:
             return problem
+    if layer.recurrent is not None:
+        problem = find_recurrent_problem(layer.recurrent)
+        if problem is not None:
+            return problem
     mlp = layer.mlp
     if mlp is None:
         return None
@@ -129,6 +144,20 @@ def find_attention_problem(attention: AttentionSpec) -> str | None:
         return f"{position.dim} of {attention.head_dim} dimensions cannot rotate in pairs"
     if window is not None and window < 1:
         return f"a sliding window of {window} positions is empty"
+    return None
+
+
+def find_recurrent_problem(recurrent: RecurrentSpec) -> str | None:
+    """Return why a recurrent mixer cannot run, or None."""
+    if recurrent.conv_width < 2:
+        return f"a convolution of width {recurrent.conv_width} has no past"
+    match recurrent:
+        case GatedDeltaNetSpec(num_key_heads=key_heads, num_value_heads=value_heads):
+            if value_heads % key_heads:
+                return f"{value_heads} value heads cannot share {key_heads} key heads"
+        case Mamba2Spec(num_heads=num_heads, num_groups=num_groups):
+            if num_heads % num_groups:
+                return f"{num_heads} heads cannot share {num_groups} groups"
     return None
 
 

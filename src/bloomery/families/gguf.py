@@ -18,14 +18,20 @@ from bloomery import families
 from bloomery.errors import UnsupportedModel
 from bloomery.families import ModelDescription
 from bloomery.families.gguf_architectures import (
-    ARCHITECTURES,
+    ATTENTION_ARCHITECTURES,
     LAYER_NORM_EPSILON,
     RMS_EPSILON,
     GgufFamily,
     HfConfig,
+    RecurrentTensors,
     TensorShapes,
     read_head_dim,
     read_num_kv_heads,
+)
+from bloomery.families.gguf_recurrent import (
+    RECURRENT_ARCHITECTURES,
+    adapt_recurrent,
+    has_recurrent,
 )
 from bloomery.families.reader import ConfigReader
 from bloomery.spec import (
@@ -43,6 +49,7 @@ from bloomery.spec import (
 
 VectorReader = Callable[[str], Sequence[float]]  # returns the values of a small tensor
 
+ARCHITECTURES: Mapping[str, GgufFamily] = {**ATTENTION_ARCHITECTURES, **RECURRENT_ARCHITECTURES}
 # Keys that may have one value per layer.
 PER_LAYER_KEYS = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 # Keys whose values the tensors show: which layers have experts, and how wide the shared expert is.
@@ -118,6 +125,8 @@ NAMES = TensorNames(
         "sinks": "attn_sinks.weight",
         "attn_gate": "attn_gate",
         "correction_bias": "exp_probs_b.bias",
+        "latent_down": "ffn_latent_down",
+        "latent_up": "ffn_latent_up",
     },
     expert_up=SplitTensors(("ffn_gate_exps", "ffn_up_exps")),
     expert_down="ffn_down_exps",
@@ -131,8 +140,10 @@ KNOWN_TENSOR = re.compile(
     r"|blk\.\d+\.("
     r"attn_(norm|norm_2|q|k|v|qkv|q_norm|k_norm|output|rot_embd|sinks|gate)"
     r"|(post_attention|ffn|post_ffw)_norm|exp_probs_b"
-    r"|ffn_(gate|up|gate_up|down)(_exps|_shexp)?|ffn_gate_inp(_shexp)?))\.(weight|bias)"
-    r"|blk\.\d+\.exp_probs_b"
+    r"|ssm_(in|out|conv1d|norm|dt|ba|beta|alpha)|shortconv\.(in_proj|out_proj|conv)"
+    r"|ffn_(gate|up|gate_up|down)(_exps|_shexp)?|ffn_gate_inp(_shexp)?"
+    r"|ffn_latent_(down|up)))\.(weight|bias)"
+    r"|blk\.\d+\.(exp_probs_b|ssm_[ad])"
 )
 VISION = ("v.*", "mm.*")  # names of the vision part, where one file has both
 VISION_TENSOR = re.compile(r"(v|mm)\.")
@@ -171,6 +182,10 @@ def _describe(
         key: merge_equal_values(value) if key in PER_LAYER_KEYS else value
         for key, value in values.items()
     }
+    for key in ("feed_forward_length", "attention.head_count_kv"):
+        if isinstance(merged.get(key), list) and family.recurrent is not None:
+            # Layers without attention, or without an MLP, have 0.
+            merged[key] = merge_equal_values([value for value in merged[key] if value])
     head_count = merged.get("attention.head_count")
     if isinstance(head_count, list) and head_count:
         merged["attention.head_counts"] = head_count
@@ -182,12 +197,12 @@ def _describe(
     hf_config = build_hf_config(config, family, shapes, read_vector)
     description = families.describe_config(hf_config)
     check_description(config, hf_config, description.model, shapes)
-    names = build_names(description.model, shapes)
+    names = build_names(description.model, family, shapes)
     names = replace(
         names, ignored=(*names.ignored, *skipped), vision=VISION if family.vision else ()
     )
     scale = config.optional_number("attention.scale")
-    model = adapt_to_converter(description.model, names, shapes, family.permuted, scale)
+    model = adapt_to_converter(description.model, names, shapes, family, scale)
     model = add_xielu_alphas(model, metadata)
     # A key had no effect if the family read none of its translations. Sizes are left out: a family
     # that does not read them implies them, and loading checks them against the tensors.
@@ -245,7 +260,10 @@ def check_description(
         raise config.error("attention.head_count", f"names {len(head_counts)} of {num_layers}")
     layer_types = hf_config["layer_types"] or ["full_attention"] * num_layers
     for i, layer in enumerate(model.layers):
-        check_experts(config, layer, f"blk.{i}.", shapes)
+        prefix = f"blk.{i}."
+        check_experts(config, layer, prefix, shapes)
+        if has_recurrent(prefix, shapes) != (layer.recurrent is not None):
+            raise config.error("block_count", f"layer {i} is recurrent in the file or in the model")
         attention = layer.attention
         if attention is None:
             continue
@@ -261,7 +279,7 @@ def check_description(
             "attn_gate": attention.gate is None,
         }
         for stem, is_unused in unused.items():
-            check_unused(shapes, f"blk.{i}.{stem}.weight", is_unused)
+            check_unused(shapes, f"{prefix}{stem}.weight", is_unused)
 
 
 def check_unused(shapes: TensorShapes, tensor: str, is_unused: bool) -> None:
@@ -300,7 +318,8 @@ def build_hf_config(
             "config.json: no matrix token_embd.weight: a file with a vocabulary and no model?"
         )
     for key in REQUIRED_SIZES:
-        config.size(key)
+        if key != "feed_forward_length" or not config.integer("expert_count", 0):
+            config.size(key)
     config.number(family.epsilon_key)
     head_dim = read_head_dim(config)
     config.require("attention.causal", True)
@@ -503,24 +522,42 @@ def read_experts(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
 # ---- adapting the spec to the tensors of the file ----------------------------------------------
 
 
-def build_names(model: ModelSpec, shapes: TensorShapes) -> TensorNames:
+def add_recurrent_names(names: TensorNames, recurrent: RecurrentTensors | None) -> TensorNames:
+    if recurrent is None:
+        return names
+    return replace(
+        names,
+        recurrent_in=recurrent.projection,
+        recurrent_out=recurrent.out,
+        recurrent_conv=recurrent.conv,
+        extra={**names.extra, **recurrent.extra},
+    )
+
+
+def build_names(model: ModelSpec, family: GgufFamily, shapes: TensorShapes) -> TensorNames:
     """Return the tensor names of the file, whose matrices may be fused or split."""
     layer_tensors = {
         name.split(".", 2)[2] for name in shapes if name.startswith("blk.") and name.count(".") > 1
     }
     gated = any(isinstance(layer.mlp, MlpSpec) and layer.mlp.gated for layer in model.layers)
-    names = NAMES
+    names = add_recurrent_names(NAMES, family.recurrent)
+    if "output_norm.weight" not in shapes and model.embed_norm is None:
+        names = replace(names, final_norm="token_embd_norm")
     if not gated:
         names = replace(names, mlp_up="ffn_up")
     elif "ffn_gate.weight" not in layer_tensors:
         names = replace(names, mlp_up=FusedTensor("ffn_up"))
-    if "attn_qkv.weight" in layer_tensors:
+    if "attn_qkv.weight" in layer_tensors and "attn_q.weight" not in layer_tensors:
         names = replace(names, attn_qkv=FusedTensor("attn_qkv"))
     if "ffn_gate_up_exps.weight" in layer_tensors:
         names = replace(names, expert_up=FusedTensor("ffn_gate_up_exps"))
+    if any(isinstance(layer.mlp, MoeSpec) and not layer.mlp.mlp.gated for layer in model.layers):
+        names = replace(names, expert_up="ffn_up_exps", shared_up="ffn_up_shexp")
     first = model.layers[0]
     has_second_norm = first.mlp_norm is not None and first.attn_post_norm is None
-    if has_second_norm and "ffn_norm.weight" not in layer_tensors:
+    if any(layer.mlp is None for layer in model.layers):  # one block per layer, and one norm
+        names = replace(names, extra={**names.extra, "mlp_norm": "attn_norm"})
+    elif has_second_norm and "ffn_norm.weight" not in layer_tensors:
         extra = {**names.extra, "mlp_norm": "post_attention_norm"}
         names = replace(names, extra=extra)
     if "exp_probs_b" in layer_tensors:
@@ -571,7 +608,7 @@ def adapt_to_converter(
     model: ModelSpec,
     names: TensorNames,
     shapes: TensorShapes,
-    permuted: bool,
+    family: GgufFamily,
     scale: float | None,
 ) -> ModelSpec:
     """Adapt a spec to the tensors of the file: biases, stored norms, the order of q and k."""
@@ -584,7 +621,7 @@ def adapt_to_converter(
 
     def adapt_attention(prefix: str, spec: AttentionSpec) -> AttentionSpec:
         position = spec.position
-        if permuted and isinstance(position, RopeSpec):
+        if family.permuted and isinstance(position, RopeSpec):
             position = replace(position, interleaved=True)
         return replace(
             spec,
@@ -597,6 +634,9 @@ def adapt_to_converter(
 
     def adapt_layer(prefix: str, spec: LayerSpec) -> LayerSpec:
         attention = spec.attention and adapt_attention(prefix, spec.attention)
+        recurrent = spec.recurrent and adapt_recurrent(
+            spec.recurrent, prefix, shapes, family.tiled_heads
+        )
         mlp = spec.mlp
         if isinstance(mlp, MoeSpec):
             mlp = adapt_experts(mlp, names, shapes, prefix)
@@ -606,7 +646,7 @@ def adapt_to_converter(
             role: adapt_norm(getattr(spec, role), prefix + names.extra[role])
             for role in LAYER_NORMS
         }
-        return replace(spec, attention=attention, mlp=mlp, **norms)
+        return replace(spec, attention=attention, mlp=mlp, recurrent=recurrent, **norms)
 
     layers = tuple(
         adapt_layer(names.layer.format(i=i), spec) for i, spec in enumerate(model.layers)

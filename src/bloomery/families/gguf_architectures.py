@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bloomery.families.reader import ConfigReader
+from bloomery.spec import SplitTensors
 
 TensorShapes = Mapping[str, Sequence[int]]  # by tensor name, outermost dimension first
 HfConfig = dict[str, Any]
@@ -186,6 +187,16 @@ def read_nothing(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentTensors:
+    """The tensors of an architecture's recurrent layers; the fields are those of TensorNames."""
+
+    projection: str | SplitTensors
+    out: str
+    conv: str
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class GgufFamily:
     """How an architecture of GGUF maps to a model family."""
 
@@ -201,9 +212,11 @@ class GgufFamily:
     rope_by_layer_type: bool = False
     rope_keys: HfConfig = field(default_factory=dict)  # of rope scaling; files do not state them
     vision: bool = False  # the text part of a vision model
+    recurrent: RecurrentTensors | None = None
+    tiled_heads: bool = False  # of gated delta nets
 
 
-ARCHITECTURES: Mapping[str, GgufFamily] = {
+ATTENTION_ARCHITECTURES: Mapping[str, GgufFamily] = {
     # A Llama is a Mistral without a window.
     "llama": GgufFamily("mistral", read_keys=read_llama, permuted=True),
     "llama4": GgufFamily("llama4_text", read_keys=read_llama4),

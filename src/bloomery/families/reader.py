@@ -31,7 +31,13 @@ IGNORED_KEYS = """
     bias_dropout_fusion skip_bias_add skip_bias_add_qkv n_ctx vision_config boi_token_index
     eoi_token_index image_token_index mm_tokens_per_image image_token_id video_token_id
     vision_start_token_id vision_end_token_id vision_token_id spatial_merge_size
-    multimodal_projector_bias projector_hidden_act vision_feature_layer
+    multimodal_projector_bias projector_hidden_act vision_feature_layer mrope_section
+    mrope_interleaved mtp_num_hidden_layers mtp_use_dedicated_embeddings mtp_layers_block_type
+    mtp_hybrid_override_pattern mamba_ssm_dtype mamba_ssm_cache_dtype mamba_chunk_size chunk_size
+    expand use_mamba_kernels use_mambapy use_associative_scan use_mem_eff_path num_logits_to_keep
+    moe_shared_expert_overlap rescale_prenorm_residual residual_in_fp32 z_loss_coefficient
+    time_step_min time_step_max time_step_floor linear_a_log_min linear_a_log_max linear_dt_min
+    linear_dt_max linear_dt_init_floor mamba_expand mamba_proj_bias
 """
 IGNORED = frozenset(IGNORED_KEYS.split())
 
@@ -49,6 +55,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
     "rope_type": ("type",),
+    "n_groups": ("mamba_n_groups",),
+    "conv_kernel": ("mamba_d_conv",),
+    "use_conv_bias": ("mamba_conv_bias",),
+    "time_step_limit": ("mamba_dt_limit",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
 }
 

@@ -57,6 +57,14 @@ class ExpertRouter:
         return route_topk(logits, self.top_k, self.spec, *extra)
 
 
+@dataclass(frozen=True)
+class LatentSpace:
+    """The projections of a narrower space that the experts work in."""
+
+    down: LinearLayer  # [latent, hidden]
+    up: LinearLayer  # [hidden, latent]
+
+
 class MoeBlock:
     """Routes each token to its top_k experts and sums their weighted results.
 
@@ -73,6 +81,7 @@ class MoeBlock:
         norms: MoeNorms = MoeNorms(),
         group: CommunicationGroup | None = None,
         pool: ThreadPool | None = None,
+        latent: LatentSpace | None = None,
     ):
         self.router = router
         self.experts = experts
@@ -83,6 +92,7 @@ class MoeBlock:
         self.has_norms = norms != MoeNorms()
         self.group = group
         self.pool = pool
+        self.latent = latent
 
     def __call__(
         self,
@@ -97,9 +107,17 @@ class MoeBlock:
         norms = self.norms
         expert_ids, expert_weights = self.router(apply_norm(x, norms.router, self.pool))
         expert_input = apply_norm(x, norms.experts, self.pool)
+        if self.latent is not None:
+            expert_input = self.latent.down(expert_input)
         routed = (expert_input, expert_ids, expert_weights, self.experts)
         shared = self._run_shared(apply_norm(x, norms.shared, self.pool))
-        if not self._norms_outputs():
+        if self.latent is not None:
+            # The sum over the ranks comes last, because both projections are linear.
+            y = self.latent.up(run_experts(*routed))
+            if shared is not None:
+                y = y + shared.weighted_reference()
+            y = self._all_reduce(y)
+        elif not self._norms_outputs():
             y = self._all_reduce(run_experts(*routed, ExpertsFusion(shared=shared)))
         else:
             y = apply_norm(self._all_reduce(run_experts(*routed)), norms.expert_sum, self.pool)
@@ -118,7 +136,7 @@ class MoeBlock:
             return False
         if prologue is not None and prologue.kind != "rms":
             return False
-        return self.group is None and not self.has_norms
+        return self.group is None and not self.has_norms and self.latent is None
 
     def _run_fused(
         self, x: torch.Tensor, prologue: NormPrologue | None, epilogue: AddResidual | None

@@ -27,7 +27,7 @@ from bloomery.layers.linear import (
     materialize,
 )
 from bloomery.layers.mlp import MlpBlock, build_activation
-from bloomery.layers.moe import ExpertRouter, MoeBlock, MoeNorms
+from bloomery.layers.moe import ExpertRouter, LatentSpace, MoeBlock, MoeNorms
 from bloomery.layers.recurrent import RecurrentBlock
 from bloomery.layers.rope import build_query_scales, build_rope_table
 from bloomery.models.recurrent import load_recurrent_block
@@ -570,9 +570,30 @@ def load_moe_block(
         shared_output=load_norm("shared_post_norm"),
     )
     router = load_router(spec, hidden, weights, prefix)
-    experts = load_experts(spec, hidden, weights, prefix)
+    experts = load_experts(spec, spec.latent or hidden, weights, prefix)
     return MoeBlock(
-        router, experts, shared, shared_gate, spec.shared_scale, norms, group, weights.pool
+        router,
+        experts,
+        shared,
+        shared_gate,
+        spec.shared_scale,
+        norms,
+        group,
+        weights.pool,
+        load_latent_space(spec, hidden, weights, prefix),
+    )
+
+
+def load_latent_space(
+    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str
+) -> LatentSpace | None:
+    """Load the projections around experts that read and write narrower vectors, on every rank."""
+    if spec.latent is None:
+        return None
+    extra = weights.names.extra
+    return LatentSpace(
+        weights.linear(prefix, extra["latent_down"], [spec.latent], hidden, False),
+        weights.linear(prefix, extra["latent_up"], [hidden], spec.latent, False),
     )
 
 

@@ -111,15 +111,24 @@ class ModelWeights:
     ) -> torch.Tensor:
         """Load the convolution of all parts, or its bias, in float32: [channels, width]."""
         if isinstance(stored, SplitTensors):
-            names, heights = stored.names, list(parts)
+            names = stored.names
+            heights = self._stored_heights(prefix, names, suffix) or list(parts)
         else:
-            names, heights = (stored,), [sum(parts)]
+            names = (stored,)
+            heights = [sum(parts)]
         return torch.cat(
             [
                 self.elements(f"{prefix}{name}{suffix}", (rows, width), (0, rows))
                 for name, rows in zip(names, heights, strict=True)
             ]
         )
+
+    def _stored_heights(self, prefix: str, names: Sequence[str], suffix: str) -> list[int]:
+        """The rows of tensors that are stacked: tools divide them otherwise than into parts."""
+        full_names = [f"{prefix}{name}{suffix}" for name in names]
+        if not all(name in self.source.names() for name in full_names):
+            return []
+        return [self.source.shape(name)[0] for name in full_names]
 
     def position_table(self, name: str, rows: int, cols: int) -> torch.Tensor:
         """Load learned position embeddings."""
@@ -469,17 +478,23 @@ def arrange_recurrent_in(
     ends = list(accumulate(counts))
     tensors = [sizes[end - count : end] for count, end in zip(counts, ends, strict=True)]
     arranged = arrange_parts(read, stored, [sum(parts) for parts in tensors])
-    if not stored.grouped:
+    if not any(stored.grouped):
         return arranged
     assert isinstance(spec, GatedDeltaNetSpec)
-    return arranged.rows(ungrouped_recurrent_ranges(tensors, spec.num_key_heads))
+    groups = [spec.num_key_heads if grouped else 1 for grouped in stored.grouped]
+    return arranged.rows(ungrouped_recurrent_ranges(tensors, groups))
 
 
-def ungrouped_recurrent_ranges(tensors: Sequence[Sequence[int]], num_groups: int) -> list[Range]:
-    """Return the rows of each part in tensors whose rows are [group][parts of the group]."""
+def ungrouped_recurrent_ranges(
+    tensors: Sequence[Sequence[int]], groups: Sequence[int]
+) -> list[Range]:
+    """Return the rows of each part in tensors whose rows are [group][parts of the group].
+
+    `groups`: their number in each tensor.
+    """
     ranges = []
     first = 0
-    for parts in tensors:
+    for parts, num_groups in zip(tensors, groups, strict=True):
         group_rows = sum(parts) // num_groups
         offset = first
         for rows in parts:

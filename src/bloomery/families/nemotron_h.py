@@ -1,0 +1,150 @@
+"""Nemotron-H and Nemotron 3: each layer is one block, which is Mamba-2, attention without
+positions, an MLP or experts with squared ReLU. Experts may work in a narrower latent space.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bloomery.families import ModelFamily
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
+from bloomery.families.moe import read_grouped_router
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.families.recurrent import MTP, mamba_names, read_dt_limit
+from bloomery.spec import LayerSpec, Mamba2Spec, MlpSpec, ModelSpec, MoeSpec, NormSpec, SplitTensors
+
+NEMOTRON_H_NAMES = mamba_names(
+    replace(
+        NAMES,
+        embed="backbone.embeddings",
+        layer="backbone.layers.{i}.",
+        final_norm="backbone.norm_f",
+        attn_qkv=SplitTensors(("mixer.q_proj", "mixer.k_proj", "mixer.v_proj")),
+        attn_out="mixer.o_proj",
+        mlp_up="mixer.up_proj",
+        mlp_down="mixer.down_proj",
+        extra={
+            "attn_norm": "norm",
+            "mlp_norm": "norm",
+            "router": "mixer.gate",
+            "correction_bias": "mixer.gate.e_score_correction_bias",
+            "latent_down": "mixer.fc1_latent_proj",
+            "latent_up": "mixer.fc2_latent_proj",
+        },
+        experts="mixer.experts.{e}.",
+        expert_up="up_proj",
+        expert_down="down_proj",
+        shared_up="mixer.shared_experts.up_proj",
+        shared_down="mixer.shared_experts.down_proj",
+        prefixes=("backbone.", "model."),
+        ignored=MTP,
+    ),
+    prefix="mixer",
+)
+NEMOTRON_H = DEFAULTS | defaults(
+    vocab=131072,
+    mlp=21504,
+    kv_heads=8,
+    head_dim=128,
+    context=4096,
+    layer_norm_epsilon=1e-5,
+    mlp_hidden_act="relu2",
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+    ssm_state_size=128,
+    n_groups=8,
+    conv_kernel=4,
+    num_experts=8,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    moe_intermediate_size=7688,
+    moe_shared_expert_intermediate_size=7688,
+)
+# The letters of `hybrid_override_pattern`, and the names of `layers_block_type`.
+BLOCKS = {
+    "M": "recurrent",
+    "*": "attention",
+    "-": "mlp",
+    "E": "moe",
+    "mamba": "recurrent",
+    "linear_attention": "recurrent",
+    "attention": "attention",
+    "full_attention": "attention",
+    "mlp": "mlp",
+    "moe": "moe",
+}
+
+
+def read_blocks(config: ConfigReader) -> list[str]:
+    """Return the kind of each layer. `num_hidden_layers` has no effect where they are listed."""
+    key = "layers_block_type"
+    names = config.list_of(key, str)
+    if not names:
+        key = "hybrid_override_pattern"
+        names = tuple(config.text(key, "ME*-"))
+    config.get("num_hidden_layers")
+    for name in names:
+        if name not in BLOCKS:
+            raise config.error(key, f"{name!r} is not known. Known: {', '.join(BLOCKS)}")
+    if not 0 < len(names) <= 10_000:
+        raise config.error(key, f"names {len(names)} layers, which no model has")
+    return [BLOCKS[name] for name in names]
+
+
+def read_mixer(config: ConfigReader, norm: NormSpec) -> Mamba2Spec:
+    config.require("mamba_hidden_act", "silu")
+    num_groups = config.size("n_groups")
+    bias = config.flag("use_bias", False)
+    return Mamba2Spec(
+        config.size("mamba_num_heads"),
+        config.size("mamba_head_dim"),
+        config.size("ssm_state_size"),
+        num_groups,
+        config.size("conv_kernel"),
+        config.flag("use_conv_bias", True),
+        in_bias=bias,
+        out_bias=bias,
+        norm=norm,
+        norm_groups=num_groups,
+        dt_limit=read_dt_limit(config),
+    )
+
+
+def read_ungated_mlp(config: ConfigReader, size_key: str) -> MlpSpec:
+    activation = config.activation("mlp_hidden_act")
+    bias = config.flag("mlp_bias", False)
+    return MlpSpec(config.size(size_key), activation, gated=False, bias=bias)
+
+
+def read_latent_moe(config: ConfigReader) -> MoeSpec:
+    config.require("num_shared_experts", 1)
+    latent = None
+    if config.get("moe_latent_size") is not None:
+        config.require("mlp_bias", False)
+        latent = config.size("moe_latent_size")
+    return MoeSpec(
+        num_experts=config.size("num_experts"),
+        top_k=config.size("num_experts_per_tok"),
+        mlp=replace(read_ungated_mlp(config, "moe_intermediate_size"), bias=False),
+        router=read_grouped_router(config),
+        shared=read_ungated_mlp(config, "moe_shared_expert_intermediate_size"),
+        latent=latent,
+    )
+
+
+def read_nemotron_h(config: ConfigReader) -> ModelSpec:
+    config.require("attention_bias", False)
+    config.require("sliding_window", None)
+    norm = NormSpec("rms", config.number("layer_norm_epsilon"))
+    kinds = {
+        "recurrent": LayerSpec(None, None, recurrent=read_mixer(config, norm), attn_norm=norm),
+        "attention": LayerSpec(read_attention(config, position=None), None, attn_norm=norm),
+        "mlp": LayerSpec(None, read_ungated_mlp(config, "intermediate_size"), mlp_norm=norm),
+    }
+    blocks = read_blocks(config)
+    if "moe" in blocks:
+        kinds["moe"] = LayerSpec(None, read_latent_moe(config), mlp_norm=norm)
+    return read_model(config, [kinds[block] for block in blocks], final_norm=norm)
+
+
+FAMILIES = {"nemotron_h": ModelFamily(read_nemotron_h, NEMOTRON_H_NAMES, NEMOTRON_H)}
