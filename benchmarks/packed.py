@@ -37,6 +37,7 @@ from bloomery.attention.triton_paged import TritonPagedAttention
 from bloomery.fusion import (
     ActivationEpilogue,
     Epilogue,
+    NormPrologue,
     QkTransform,
     QkvEpilogue,
     ResidualEpilogue,
@@ -50,12 +51,17 @@ from bloomery.kernels import (
     quantized_kv_cache,
     rope_cache,
 )
-from bloomery.kernels.moe import route_topk
+from bloomery.kernels.moe import ExpertsFusion, route_topk
 from bloomery.kernels.norm import layer_norm
 from bloomery.kernels.packed import PackedWeight
 from bloomery.kernels.packed_gemm import PackedGemmTiling
 from bloomery.kernels.packed_gemv import PackedGemvTiling
 from bloomery.kernels.packed_moe import packed_experts_gemv, packed_experts_grouped
+from bloomery.kernels.packed_moe_gemv import (
+    ExpertGemvTiling,
+    packed_experts_gemv_summed,
+    supports_expert_gemv,
+)
 from bloomery.spec import AttentionSpec, RouterSpec
 from tests.kernels.linear_oracles import (
     LINEAR_ERROR_LIMITS,
@@ -268,11 +274,16 @@ def other_checks() -> Iterator[Check]:
     formats = (*MAIN_FORMATS.values(), "fp8 block", "int4 64 zero", MXFP4)
     methods = (
         (2, packed_experts_gemv),
+        (1, packed_experts_gemv_summed),
+        (3, packed_experts_gemv_summed),
         (7, packed_experts_grouped),
         (300, packed_experts_grouped),
         (2000, packed_experts_grouped),
     )
     for packed_format, (tokens, run_experts), kind in product(formats, methods, EXPERT_KINDS):
+        packed = make_packed_weight(packed_format, 128, 512, "cpu")
+        if run_experts is packed_experts_gemv_summed and not supports_expert_gemv(packed, BF16):
+            continue
         call = partial(check_packed_experts, packed_format, tokens, run_experts, "cuda", kind)
         yield f"experts {packed_format} {tokens} {kind}", call, 2 * BF16_LIMIT
     for tokens, run_experts in methods:
@@ -513,6 +524,11 @@ class Mxfp4ExpertsBench:
 
     def set_tokens(self, tokens: int) -> None:
         self.x = torch.randn(tokens, self.hidden, device="cuda").bfloat16()
+        # A step of one token fuses the norm before the experts and the addition after them.
+        self.fusion = ExpertsFusion()
+        if tokens == 1:
+            norm = NormPrologue("rms", self.x[0], None, 1e-5)
+            self.fusion = ExpertsFusion(norm, None, ResidualEpilogue(self.x))
         logits = torch.randn(8, tokens, self.num_experts, device="cuda")
         self.routings = [route_topk(part, self.top_k, RouterSpec()) for part in logits]
 
@@ -527,7 +543,7 @@ class Mxfp4ExpertsBench:
 
         def run() -> torch.Tensor:
             for routing in self.routings:
-                weights = (self.up, self.down, self.num_experts, self.options)
+                weights = (self.up, self.down, self.num_experts, self.options, self.fusion)
                 y = run_experts(self.x, *routing, *weights, **options)
             return y
 
@@ -546,6 +562,7 @@ def bench_experts(selected: str) -> None:
             methods = {"grouped": packed_experts_grouped}
             if tokens <= 16:
                 methods["gemv"] = packed_experts_gemv
+                methods["summed"] = packed_experts_gemv_summed
             times = {method: experts.measure(run) for method, run in methods.items()}
             floor_us = experts.floor_microseconds()
             shown = ", ".join(
@@ -739,14 +756,13 @@ def tune_gemm(jobs: list[GemmJob]) -> None:
 # ---- tune: experts -------------------------------------------------------------------------------
 
 
-ExpertJob = tuple[str, int, str, PackedGemvTiling | PackedGemmTiling]  # model, tokens, part, tiling
+ExpertJob = tuple[str, int, str, ExpertGemvTiling | PackedGemmTiling]  # model, tokens, part, tiling
 
 # Tokens -> tilings of the MXFP4 experts to time.
-EXPERT_TILINGS: dict[int, list[PackedGemvTiling] | list[PackedGemmTiling]] = {
+EXPERT_TILINGS: dict[int, list[ExpertGemvTiling] | list[PackedGemmTiling]] = {
     1: [
-        PackedGemvTiling(outputs, chunks, chunks // 32, prefetch_x)
-        for outputs, chunks, prefetch_x in product((1, 2, 4, 8), (32, 64, 128), (False, True))
-        if chunks < 128 or not prefetch_x
+        ExpertGemvTiling(outputs, chunks, chunks // 32)
+        for outputs, chunks in product((2, 4, 8, 16), (32, 64, 128))
     ],
     **{
         tokens: [
@@ -771,10 +787,10 @@ def expert_tuning_jobs(selected: str) -> list[ExpertJob]:
 
 
 def measure_expert_tiling(
-    experts: Mxfp4ExpertsBench, tokens: int, part: str, tiling: PackedGemvTiling | PackedGemmTiling
+    experts: Mxfp4ExpertsBench, tokens: int, part: str, tiling: ExpertGemvTiling | PackedGemmTiling
 ) -> float:
     """Microseconds of the experts with this tiling of one part and the default for the other."""
-    run_experts = packed_experts_gemv if tokens == 1 else packed_experts_grouped
+    run_experts = packed_experts_gemv_summed if tokens == 1 else packed_experts_grouped
     tilings = (tiling, None) if part == "up" else (None, tiling)
     return experts.measure(run_experts, tilings=tilings)
 

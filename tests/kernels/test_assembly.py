@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from bloomery.kernels import packed_gemm, packed_wgmma
+from bloomery.kernels import packed_gemm, packed_gemv, packed_wgmma
 from bloomery.quant.mxfp4 import E2M1
 
 WORD_MASK = 0xFFFFFFFF
@@ -41,14 +41,18 @@ def duplicate(value: float, dtype: torch.dtype, count: int) -> torch.Tensor:
 def permute_bytes(
     first: torch.Tensor, second: torch.Tensor, selector: torch.Tensor
 ) -> torch.Tensor:
-    """prmt: byte i of the result is byte (selector >> 4 * i) & 15 of the two words."""
+    """prmt: byte i of the result is byte (selector >> 4 * i) & 7 of the two words.
+
+    Bit 3 of a selector replaces the byte by eight copies of its highest bit.
+    """
     source = [first >> 8 * i & 255 for i in range(4)] + [second >> 8 * i & 255 for i in range(4)]
     stacked = torch.stack(source)
     result = torch.zeros_like(first)
     for i in range(4):
         index = selector >> 4 * i & 15
-        assert bool((index < 8).all()), "the sign mode of prmt is not used"
-        result |= stacked.gather(0, index[None])[0] << 8 * i
+        selected = stacked.gather(0, index[None] & 7)[0]
+        selected = torch.where(index < 8, selected, (selected >> 7) * 255)
+        result |= selected << 8 * i
     return result
 
 
@@ -81,6 +85,8 @@ def run_ptx(
                 registers[target] = a << more[0] & WORD_MASK
             case ["and", _]:
                 registers[target] = a & more[0]
+            case ["or", _]:
+                registers[target] = a | more[0]
             case ["xor", _]:
                 registers[target] = a ^ more[0]
             case ["lop3", _]:
@@ -180,3 +186,17 @@ def test_wgmma_dequantizes_every_pair_of_codes(bits: int, dtype: torch.dtype) ->
         expected = codes - 256 * (codes > 127)
     result = run_ptx(asm, inputs, dtype)["$0"]
     assert torch.equal(words_to_floats(result, dtype).double(), expected.double())
+
+
+def test_4_bit_floats_become_bytes() -> None:
+    codes = torch.arange(16).repeat(8, 1)
+    for place in range(8):
+        codes[place] = codes[place].roll(place)  # [place in the word, word]
+    shifts = 4 * torch.arange(8)[:, None]
+    words = (codes << shifts).sum(0)
+    text = packed_gemv.FP4_TO_BYTES_ASM.value
+    registers = run_ptx(text, {"$2": words}, torch.float16)
+    for half in range(2):
+        actual = [registers[f"${half}"] >> 8 * i & 255 for i in range(4)]
+        values = torch.tensor(E2M1)[codes[4 * half : 4 * half + 4]]
+        assert torch.equal(torch.stack(actual), (12 + 2 * values).long())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bloomery.fusion import NormPrologue, ResidualEpilogue
-from bloomery.kernels.moe import ExpertsFusion, route_topk
+from bloomery.kernels.moe import ExpertsFusion, SharedOutput, route_topk
 from bloomery.kernels.packed import GroupedScales, pack_codes
 from bloomery.kernels.packed_gemv import PackedGemvTiling
 from bloomery.kernels.packed_moe import (
@@ -16,6 +16,11 @@ from bloomery.kernels.packed_moe import (
     packed_experts_grouped,
     packed_fused_experts_reference,
     supports_packed_experts,
+)
+from bloomery.kernels.packed_moe_gemv import (
+    ExpertGemvTiling,
+    packed_experts_gemv_summed,
+    supports_expert_gemv,
 )
 from bloomery.spec import RouterSpec
 from tests.kernels.linear_oracles import LINEAR_ERROR_LIMITS
@@ -31,6 +36,10 @@ CASES = [
     (packed_experts_gemv, 1, "fp8 row", "ungated"),
     (packed_experts_gemv, 2, MXFP4, "clamped, biases"),
     (packed_experts_gemv, 2, MXFP4, "weights of the input"),
+    (packed_experts_gemv_summed, 1, "int4 32 zero", "plain"),
+    (packed_experts_gemv_summed, 2, MXFP4, "clamped, biases"),
+    (packed_experts_gemv_summed, 2, MXFP4, "weights of the input"),
+    (packed_experts_gemv_summed, 2, "int8 16 signed", "ungated"),
     (packed_experts_grouped, 20, MXFP4, "clamped, biases"),
     (packed_experts_grouped, 20, MXFP4, "weights of the input"),
     (packed_experts_grouped, 20, "int4 64 zero", "ungated"),
@@ -58,10 +67,15 @@ def test_kernels_equal_reference(
     # Expert numbers out of range belong to padding rows, which have no expert.
     topk_ids[0, 1] = -1
     topk_ids[tokens // 2, 0] = NUM_EXPERTS if tokens > 1 else 1
-    tiling = PackedGemvTiling(32, 32, 1) if run_experts is packed_experts_gemv else None
-    tilings = (tiling, tiling)
+    tilings: tuple[object, object] = (None, None)
+    if run_experts is packed_experts_gemv:
+        tilings = (PackedGemvTiling(32, 32, 1),) * 2
+    elif run_experts is packed_experts_gemv_summed:
+        tilings = (ExpertGemvTiling(64, 4, 1), ExpertGemvTiling(64, 4, 1))
     prologue = NormPrologue("rms", torch.randn(size), None, 1e-5)
-    fusion = ExpertsFusion(prologue, None, ResidualEpilogue(torch.randn(tokens, size).to(FP16)))
+    shared = SharedOutput(torch.randn(tokens, size).to(FP16), torch.randn(tokens, 1).to(FP16))
+    residual = ResidualEpilogue(torch.randn(tokens, size).to(FP16), 0.7)
+    fusion = ExpertsFusion(prologue, shared, residual)
     routing = (topk_ids, topk_weights, up, down, NUM_EXPERTS, options, fusion)
     actual = run_experts(x, *routing, tilings=tilings)
     expected = packed_fused_experts_reference(x.double(), *routing)
@@ -76,3 +90,7 @@ def test_supported_weights() -> None:
     assert not supports_packed_experts(act_order, FP16)
     groups_of_16 = GroupedScales(pack_codes(torch.zeros(4, 48), 4), torch.ones(4, 3))
     assert not supports_packed_experts(groups_of_16, FP16)
+    assert supports_expert_gemv(packed, FP16)
+    assert not supports_expert_gemv(packed, torch.float32)
+    for other in ("int4 row", "nf4 64", "fp8 row"):
+        assert not supports_expert_gemv(make_packed_weight(other, 64, 512, "cpu"), FP16)

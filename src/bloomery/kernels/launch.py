@@ -5,10 +5,12 @@ unchanged, and no caller launches them. With TRITON_INTERPRET=1 kernels run on C
 the tests use that.
 
 Programmatic dependent launch (PDL) lets a kernel start while the previous kernel of the stream is
-still running. Every kernel therefore calls `launch_dependents` first. In all of its programs it
+still running. A kernel therefore calls `launch_dependents` first. In all of its programs it
 calls `wait_for_previous` before it writes anything and before it reads what an earlier kernel
-wrote. Above the wait, a kernel may read only two things: what no kernel of the step writes, and
-what was written by a kernel that does not call `launch_dependents` and so is never overtaken.
+wrote. Above the wait, a kernel may read only three things: what no kernel of the step writes, what
+was written by a kernel that does not call `launch_dependents` and so is never overtaken, and, if
+its predecessor calls `launch_dependents` only after its own wait, what was written before that
+predecessor.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ def jit(function: Callable | None = None, **options: Any) -> Any:
     if function is not None:
         return function
     return lambda function: function
+
+
+def kernel_constant(value: Any) -> Any:
+    """Wrap a value of a module so that kernels may read it."""
+    return value if triton is None else tl.constexpr(value)
 
 
 @jit

@@ -27,7 +27,8 @@ per code. So no code is converted:
                x is scaled by the inverse power.
     fp8        the GPU converts 8-bit floats, two at a time.
     codebook   the lanes of a warp hold the table, and a code is the lane to read from (shfl).
-    mxfp4      a codebook whose scales are exponents
+    mxfp4      4-bit floats, whose scales are exponents: with 16-bit x by dp4a, after a look-up of
+               four codes at once (prmt); with float32 x as a codebook
 
 Scales are applied to the sum of each chunk, or to the final sum where a row has one scale.
 
@@ -53,6 +54,7 @@ from bloomery.kernels.gemv import (
 from bloomery.kernels.launch import (
     is_hopper,
     jit,
+    kernel_constant,
     launch_dependents,
     next_power_of_2,
     pdl_options,
@@ -174,8 +176,11 @@ def select_packed_gemv_tiling(
 
 
 def uses_dp4a(layout: PackedLayout, dtype: torch.dtype) -> bool:
-    """Whether codes are multiplied as integers: 16-bit integers are precise enough for 16-bit x."""
-    return layout.kind == "int" and dtype.itemsize == 2
+    """Whether codes are multiplied as integers: 16-bit integers are precise enough for 16-bit x.
+
+    The values of 4-bit floats are multiples of a half, so they are integers as well.
+    """
+    return layout.kind in ("int", "mxfp4") and dtype.itemsize == 2
 
 
 def packed_gemv_triton(
@@ -494,12 +499,16 @@ def packed_gemv_kernel(
                     TOKENS_POW2,
                     BLOCK_CHUNKS,
                 )
-            x_scale, high, low, high_sum, low_sum = quantize_x(v0, v1, v2, v3, BITS, INLINE_ASM)
+            x_scale, high, low, high_sum, low_sum = quantize_x(
+                v0, v1, v2, v3, KIND, BITS, INLINE_ASM
+            )
             zeros = tl.zeros([BLOCK_CHUNKS, TOKENS_POW2, BLOCK_OUT], tl.int32)
-            y_part += x_scale * dot_chunk((a0, a1, a2, a3), high, low, zeros, BITS, INLINE_ASM)
+            y_part += x_scale * dot_chunk(
+                (a0, a1, a2, a3), high, low, zeros, KIND, BITS, INLINE_ASM
+            )
             if PAIRED:
                 y_pair_part += x_scale * dot_chunk(
-                    (b0, b1, b2, b3), high, low, zeros, BITS, INLINE_ASM
+                    (b0, b1, b2, b3), high, low, zeros, KIND, BITS, INLINE_ASM
                 )
             x_sum += x_scale * (high_sum * 256 + low_sum).to(tl.float32)
         else:
@@ -839,22 +848,23 @@ def code_byte_to_float(word, j: tl.constexpr, KIND: tl.constexpr):
 
 
 @jit
-def quantize_x(v0, v1, v2, v3, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+def quantize_x(v0, v1, v2, v3, KIND: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
     """Round the values of x in a chunk, each [chunks, tokens, 1], to 16-bit integers.
 
     Returns their scale (NaN where a value is NaN), the high and the low bytes that meet each word
-    of codes (for 4-bit codes the even columns, then the odd ones), and the sums of both.
+    of codes (for 4-bit integers the even columns, then the odd ones), and the sums of both.
     """
+    INTERLEAVED: tl.constexpr = BITS == 4 and KIND == "int"
     absmax = tl.maximum(absmax_of_eight(v0), absmax_of_eight(v1), propagate_nan=tl.PropagateNan.ALL)
     if BITS == 4:
         absmax = tl.maximum(absmax, absmax_of_eight(v2), propagate_nan=tl.PropagateNan.ALL)
         absmax = tl.maximum(absmax, absmax_of_eight(v3), propagate_nan=tl.PropagateNan.ALL)
     inverse_scale = 32767.0 / tl.maximum(absmax, 1e-30)
-    h0, l0, h1, l1 = pack_eight(v0, inverse_scale, BITS, INLINE_ASM)
-    h2, l2, h3, l3 = pack_eight(v1, inverse_scale, BITS, INLINE_ASM)
+    h0, l0, h1, l1 = pack_eight(v0, inverse_scale, INTERLEAVED, INLINE_ASM)
+    h2, l2, h3, l3 = pack_eight(v1, inverse_scale, INTERLEAVED, INLINE_ASM)
     if BITS == 4:
-        h4, l4, h5, l5 = pack_eight(v2, inverse_scale, BITS, INLINE_ASM)
-        h6, l6, h7, l7 = pack_eight(v3, inverse_scale, BITS, INLINE_ASM)
+        h4, l4, h5, l5 = pack_eight(v2, inverse_scale, INTERLEAVED, INLINE_ASM)
+        h6, l6, h7, l7 = pack_eight(v3, inverse_scale, INTERLEAVED, INLINE_ASM)
         high = (h0, h1, h2, h3, h4, h5, h6, h7)
         low = (l0, l1, l2, l3, l4, l5, l6, l7)
         return with_byte_sums(absmax, high, low, 8, INLINE_ASM)
@@ -884,12 +894,12 @@ def absmax_of_eight(v):
 
 
 @jit
-def pack_eight(v, inverse_scale, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+def pack_eight(v, inverse_scale, INTERLEAVED: tl.constexpr, INLINE_ASM: tl.constexpr):
     """Round eight columns; return high and low bytes of the first four, then of the last four.
 
-    The first four are columns 0, 2, 4, 6 for 4-bit codes, and columns 0, 1, 2, 3 for 8-bit codes.
+    The first four are columns 0, 2, 4, 6 if they are interleaved, else columns 0, 1, 2, 3.
     """
-    if BITS == 4:
+    if INTERLEAVED:
         high0, low0 = round_and_pack(v[0], v[2], v[4], v[6], inverse_scale, INLINE_ASM)
         high1, low1 = round_and_pack(v[1], v[3], v[5], v[7], inverse_scale, INLINE_ASM)
     else:
@@ -936,25 +946,82 @@ def round_and_pack(a, b, c, d, inverse_scale, INLINE_ASM: tl.constexpr):
 
 
 @jit
-def dot_chunk(words, high, low, zeros, BITS: tl.constexpr, INLINE_ASM: tl.constexpr):
+def dot_chunk(
+    words, high, low, zeros, KIND: tl.constexpr, BITS: tl.constexpr, INLINE_ASM: tl.constexpr
+):
     """Sum codes times 16-bit integers over each chunk: [chunks, tokens, outputs] in float32.
 
-    The sums of 4-bit codes are below 2 ** 24, so they are exact.
+    The sums of 4-bit integers are below 2 ** 24, so they are exact. The code of a 4-bit float is
+    what `fp4_to_bytes` makes of it.
     """
     high_sum = zeros
     low_sum = zeros
     for i in tl.static_range(4):
         if BITS == 4:
-            even = words[i] & 0x0F0F0F0F
-            odd = (words[i] >> 4) & 0x0F0F0F0F
-            high_sum = dot4(high_sum, even, high[2 * i], True, INLINE_ASM)
-            high_sum = dot4(high_sum, odd, high[2 * i + 1], True, INLINE_ASM)
-            low_sum = dot4(low_sum, even, low[2 * i], False, INLINE_ASM)
-            low_sum = dot4(low_sum, odd, low[2 * i + 1], False, INLINE_ASM)
+            if KIND == "mxfp4":
+                first, second = fp4_to_bytes(words[i], INLINE_ASM)
+            else:
+                first = words[i] & 0x0F0F0F0F
+                second = (words[i] >> 4) & 0x0F0F0F0F
+            high_sum = dot4(high_sum, first, high[2 * i], True, INLINE_ASM)
+            high_sum = dot4(high_sum, second, high[2 * i + 1], True, INLINE_ASM)
+            low_sum = dot4(low_sum, first, low[2 * i], False, INLINE_ASM)
+            low_sum = dot4(low_sum, second, low[2 * i + 1], False, INLINE_ASM)
         else:
             high_sum = dot4(high_sum, words[i], high[i], True, INLINE_ASM)
             low_sum = dot4(low_sum, words[i], low[i], False, INLINE_ASM)
     return (high_sum * 256 + low_sum).to(tl.float32)
+
+
+FP4_TO_BYTES_ASM = kernel_constant(
+    """{
+.reg .b32 t, u, a, b;
+xor.b32 t, $2, 0x88888888;
+prmt.b32 a, 0x0f0e0d0c, 0x18141210, $2;
+prmt.b32 b, 0x090a0b0c, 0x00040608, t;
+or.b32 $0, a, b;
+shr.u32 u, $2, 16;
+shr.u32 t, t, 16;
+prmt.b32 a, 0x0f0e0d0c, 0x18141210, u;
+prmt.b32 b, 0x090a0b0c, 0x00040608, t;
+or.b32 $1, a, b;
+}"""
+)
+
+
+@jit
+def fp4_to_bytes(word, INLINE_ASM: tl.constexpr):
+    """Turn eight 4-bit floats into bytes, 12 plus twice the value; return the first four, the last.
+
+    A byte permutation (prmt) looks up four codes at once. The fourth bit of a code is its sign. In
+    a selector it replaces the selected byte by copies of that byte's highest bit, which is 0 here.
+    So one table serves the positive codes, another one the negative codes, and both results are
+    combined.
+    """
+    if INLINE_ASM:
+        return tl.inline_asm_elementwise(
+            FP4_TO_BYTES_ASM,
+            "=&r,=&r,r",
+            [word],
+            (tl.int32, tl.int32),
+            True,
+            1,
+        )
+    else:
+        first = word * 0
+        second = first
+        for j in tl.static_range(4):
+            first |= fp4_to_byte(word >> (4 * j)) << (8 * j)
+            second |= fp4_to_byte(word >> (4 * j + 16)) << (8 * j)
+        return first, second
+
+
+@jit
+def fp4_to_byte(word):
+    """Return 12 plus twice the value of the 4-bit float in the lowest bits."""
+    magnitude = word & 7
+    twice = tl.where(magnitude < 5, magnitude, tl.where(magnitude < 7, 2 * magnitude - 4, 12))
+    return tl.where((word & 8) == 0, 12 + twice, 12 - twice)
 
 
 @jit
@@ -988,7 +1055,9 @@ def subtract_zero(
     DP4A: tl.constexpr,
 ):
     """Turn sums of raw codes times x into sums of (code - zero point) times x."""
-    if KIND != "int":
+    if KIND == "mxfp4" and DP4A:
+        return 0.5 * sums - 6.0 * x_sum  # see fp4_to_bytes
+    elif KIND != "int":
         return sums
     else:
         FACTOR: tl.constexpr = 1.0 if DP4A else 2.0**45  # see compensate_bit_position

@@ -5,7 +5,8 @@
 The weights of all experts lie one below the other in a single packed matrix: `up` is
 [experts * (gate | up), hidden] and `down` is [experts * hidden, size].
 
-    gemv      few token-expert pairs, which seldom share an expert: kernels/packed_gemv.py
+    gemv      few token-expert pairs, which seldom share an expert: kernels/packed_moe_gemv.py, or
+              kernels/packed_gemv.py for formats that it cannot read
     grouped   pairs sorted by expert, on the tensor cores: kernels/packed_gemm.py. One program
               computes BLOCK_OUT outputs of up to BLOCK_PAIRS pairs of one expert.
 
@@ -14,6 +15,8 @@ file. It must not know layers or checkpoint formats.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -53,6 +56,7 @@ from bloomery.kernels.packed_gemv import (
     packed_gemv_triton,
     supports_packed_gemv,
 )
+from bloomery.kernels.packed_moe_gemv import packed_experts_gemv_summed, supports_expert_gemv
 
 
 def supports_packed_experts(packed: PackedWeight, dtype: torch.dtype) -> bool:
@@ -76,7 +80,10 @@ def packed_fused_experts(
 ) -> torch.Tensor:
     """Run the experts of each token: x [tokens, hidden], topk_* [tokens, top_k] -> like x."""
     few_pairs = topk_ids.numel() <= max(topk_ids.shape[1], num_experts // 4)
-    run = packed_experts_gemv if few_pairs else packed_experts_grouped
+    run: Callable[..., torch.Tensor] = packed_experts_grouped
+    if few_pairs:
+        is_fast = supports_expert_gemv(up, x.dtype) and supports_expert_gemv(down, x.dtype)
+        run = packed_experts_gemv_summed if is_fast else packed_experts_gemv
     return run(x, topk_ids, topk_weights, up, down, num_experts, options, fusion)
 
 
