@@ -20,7 +20,7 @@ from bloomery.attention.autotune import (
     load_or_measure,
     tune_library_min_len,
 )
-from bloomery.attention.select import select_backend
+from bloomery.attention.select import select_backend, tune_backend
 from bloomery.attention.torch_paged import TorchPagedAttention
 from bloomery.attention.triton_paged import TritonPagedAttention, library_supports
 from bloomery.kernels.launch import triton_interpreted
@@ -163,5 +163,6 @@ def test_nothing_is_measured_if_the_library_supports_no_layer(tmp_path: Path) ->
     path = tmp_path / "attention.json"
     min_len = tune_library_min_len([alibi, softcap], torch.float16, torch.float16, CPU, path)
     assert min_len is None and not path.exists()
-    backend = select_backend([plain], torch.float32, CPU, kv_cache_dtype=torch.float32)
+    backend = select_backend([plain], torch.float32, CPU)
     assert isinstance(backend, TorchPagedAttention)
+    tune_backend(backend, [plain], torch.float32, torch.float32, CPU)  # nothing to measure

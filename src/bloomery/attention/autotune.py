@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,28 @@ def tune_library_min_len(
         key = measurement_key(heads, dtype, kv_cache_dtype, device)
         bench = PrefillBench(heads, dtype, kv_cache_dtype, device)
         return load_or_measure(key, bench.measure, cache_file or measurement_path(CACHE_FILE))
+
+
+def unmeasured_prefills(
+    specs: Iterable[AttentionSpec],
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    device: torch.device,
+    cache_file: Path | None = None,
+) -> Iterator[Callable[[], object]]:
+    """Yield what `tune_library_min_len` would run by our kernel, if nothing is cached."""
+    spec = next((spec for spec in specs if library_supports(spec, dtype)), None)
+    if spec is None:
+        return
+    heads = AttentionSpec(spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    key = measurement_key(heads, dtype, kv_cache_dtype, device)
+    if is_valid_entry(load_measurements(cache_file or measurement_path(CACHE_FILE)).get(key)):
+        return
+    bench = PrefillBench(heads, dtype, kv_cache_dtype, device)
+    kernel = TritonPagedAttention(library_min_len=None)
+    for prompt_len in PROMPT_LENS:
+        inputs = bench.make_inputs(prompt_len, prompts_per_step(prompt_len))
+        yield bench.attention_call(kernel, *inputs)
 
 
 def measurement_key(
@@ -130,6 +152,11 @@ def find_library_min_len(
     return min_len, seconds
 
 
+def prompts_per_step(prompt_len: int) -> int:
+    """Return how many prompts of this length a measured step has."""
+    return max(TOKENS_PER_STEP // prompt_len, 1)
+
+
 class PrefillBench:
     """Times prefill steps of random numbers on the device."""
 
@@ -150,9 +177,8 @@ class PrefillBench:
         """Return the seconds of a step of such prompts by our kernel and by the library."""
         kernel = TritonPagedAttention(library_min_len=None)
         library = TritonPagedAttention(library_min_len=1)
-        num_prompts = max(TOKENS_PER_STEP // prompt_len, 1)
         try:
-            inputs = self.make_inputs(prompt_len, num_prompts)
+            inputs = self.make_inputs(prompt_len, prompts_per_step(prompt_len))
             return time_on_device(
                 self.attention_call(kernel, *inputs), self.attention_call(library, *inputs)
             )
@@ -161,6 +187,7 @@ class PrefillBench:
             log.info("the attention library is not used: %s", error)
             return 0.0, inf
 
+    @torch.inference_mode()
     def make_inputs(
         self, prompt_len: int, num_prompts: int
     ) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor]:

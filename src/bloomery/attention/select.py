@@ -22,34 +22,39 @@ def select_backend(
     device: torch.device,
     batch_invariant: bool = False,
     pool: ThreadPool | None = None,
-    kv_cache_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Return a backend for layers of these specs; the error names every backend's reason.
 
     batch_invariant: a sequence's result may not depend on the other sequences of its step.
     pool: use the native CPU kernels, if they support the model.
-    kv_cache_dtype: the type of the KV cache. If given, a GPU backend measures which prefills the
-        attention library should take.
     """
     distinct_specs = list(dict.fromkeys(specs))
     candidates: list[AttentionBackend] = [TorchPagedAttention(one_by_one=batch_invariant)]
-    triton_backend = TritonPagedAttention()
     if device.type == "cuda":
-        candidates.insert(0, triton_backend)
+        candidates.insert(0, TritonPagedAttention())
     elif pool is not None:
         candidates.insert(0, CpuPagedAttention(pool))
     reasons = []
     for backend in candidates:
         reason = find_unsupported(backend, distinct_specs, dtype, device)
-        if reason is not None:
-            reasons.append(f"{type(backend).__name__}: {reason}")
-            continue
-        if backend is triton_backend and kv_cache_dtype is not None and not batch_invariant:
-            triton_backend.library_min_len = tune_library_min_len(
-                distinct_specs, dtype, kv_cache_dtype, device
-            )
-        return backend
+        if reason is None:
+            return backend
+        reasons.append(f"{type(backend).__name__}: {reason}")
     raise UnsupportedModel(f"no attention backend supports this model: {'; '.join(reasons)}")
+
+
+def tune_backend(
+    backend: AttentionBackend,
+    specs: Iterable[AttentionSpec],
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Measure which prefills a GPU backend should leave to the attention library."""
+    if isinstance(backend, TritonPagedAttention):
+        backend.library_min_len = tune_library_min_len(
+            dict.fromkeys(specs), dtype, kv_cache_dtype, device
+        )
 
 
 def find_unsupported(

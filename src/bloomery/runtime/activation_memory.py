@@ -9,7 +9,8 @@ discarded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -81,29 +82,47 @@ class LargestStep:
         longest = [self.plan.max_model_len] * num_longest
         return [remainder, *longest] if remainder else longest
 
-    def measure_context(self) -> int:
-        """Return how many more bytes a chunk takes at the end of the longest sequence."""
-        max_len = self.plan.max_model_len
-        chunk_len = min(self.num_tokens, max(max_len // 2, 1))
-        chunk_len += (max_len - chunk_len) % CHUNK_MULTIPLE
+    def list_works(self, captured_tokens: int) -> Iterator[Callable[[], object]]:
+        """Yield work that launches the kernels of `measure`; it can be captured in a CUDA graph."""
+        for num_tokens in {min(captured_tokens, self.num_tokens), self.num_tokens}:
+            metadata = self.build_metadata(self.split_into_prompts(num_tokens))
+            yield partial(self.run_model, metadata)
+        chunk_len = self.context_chunk_len()
+        for seq_len in (chunk_len, self.plan.max_model_len):
+            metadata = self.build_metadata([chunk_len], seq_len)
+            for spec, cache in self.cache_by_spec().items():
+                yield partial(self.run_attention, spec, cache, metadata)
+
+    def cache_by_spec(self) -> dict[AttentionSpec, torch.Tensor]:
+        """Return one layer's KV cache for each kind of attention."""
         layers = zip(self.decoder.spec.layers, self.caches, strict=True)
-        cache_by_spec = {
+        return {
             layer.attention: cache
             for layer, cache in layers
             if layer.attention is not None and cache is not None
         }
 
-        if not cache_by_spec:
+    def context_chunk_len(self) -> int:
+        """Return the length of the chunk that ends the longest sequence."""
+        max_len = self.plan.max_model_len
+        chunk_len = min(self.num_tokens, max(max_len // 2, 1))
+        return chunk_len + (max_len - chunk_len) % CHUNK_MULTIPLE
+
+    def measure_context(self) -> int:
+        """Return how many more bytes a chunk takes at the end of the longest sequence."""
+        chunk_len = self.context_chunk_len()
+        if not self.cache_by_spec():
             return 0  # a pipeline stage without attention
 
         def max_peak(seq_len: int) -> int:
+            metadata = self.build_metadata([chunk_len], seq_len)
             return max(
-                self.peak_bytes(self.run_attention, spec, cache, chunk_len, seq_len)
-                for spec, cache in cache_by_spec.items()
+                self.peak_bytes(self.run_attention, spec, cache, metadata)
+                for spec, cache in self.cache_by_spec().items()
             )
 
         at_start = max_peak(chunk_len)
-        at_end = max_peak(max_len)
+        at_end = max_peak(self.plan.max_model_len)
         return max(at_end - at_start, 0)
 
     def peak_bytes(self, work: Callable[..., object], *arguments: Any) -> int:
@@ -141,9 +160,10 @@ class LargestStep:
         )
 
     def run_attention(
-        self, spec: AttentionSpec, cache: torch.Tensor, query_len: int, seq_len: int
+        self, spec: AttentionSpec, cache: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
-        """Run one layer's attention over a chunk that ends at `seq_len`."""
+        """Run one layer's attention over a chunk."""
+        query_len = len(metadata.positions)
         shape = query_len, spec.num_heads, spec.head_dim
         q = torch.zeros(shape, dtype=self.decoder.dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, device=self.device) if spec.sinks else None
@@ -152,14 +172,13 @@ class LargestStep:
             gate = torch.zeros(
                 query_len, gate_size(spec), dtype=self.decoder.dtype, device=self.device
             )
-        plan = self.backend.prepare(self.build_metadata([query_len], seq_len))
+        plan = self.backend.prepare(metadata)
         self.backend.attend(q, cache, spec, plan, sinks, gate)
 
-    def run_model(self, num_tokens: int) -> torch.Tensor:
-        """Return the hidden states of `num_tokens` prompt positions."""
+    def run_model(self, metadata: AttentionMetadata) -> torch.Tensor:
+        """Return the hidden states of all positions of a step."""
         decoder = self.decoder
-        prompt_lens = self.split_into_prompts(num_tokens)
-        metadata = self.build_metadata(prompt_lens)
+        num_tokens = len(metadata.positions)
         token_ids = metadata.positions % decoder.spec.vocab
         received = None
         if not decoder.is_first_stage:
@@ -173,12 +192,12 @@ class LargestStep:
             plan_attention(self.backend, [metadata]),
             None,
             received,
-            states=scratch_states(decoder.spec, prompt_lens, self.device),
+            states=scratch_states(decoder.spec, list(metadata.host_query_lens), self.device),
         )
 
     def run_captured_step(self, num_tokens: int) -> None:
         """Run a captured step without its fused sampling, which takes no more memory."""
-        hidden = self.run_model(num_tokens)
+        hidden = self.run_model(self.build_metadata(self.split_into_prompts(num_tokens)))
         if self.decoder.is_last_stage:
             self.decoder.logits(hidden[: self.plan.max_num_seqs])
 
@@ -187,15 +206,16 @@ class LargestStep:
 
         Returns the tensors that must stay alive until the step ends.
         """
+        metadata = self.build_metadata(self.split_into_prompts(num_tokens))
         if not self.decoder.is_last_stage:
-            return (self.run_model(num_tokens),)
+            return (self.run_model(metadata),)
         max_num_seqs = self.plan.max_num_seqs
         vocab_size = self.decoder.spec.vocab
         captured_logits = torch.zeros(
             max_num_seqs, vocab_size, dtype=torch.float32, device=self.device
         )
         sampler = Sampler(max_num_seqs + 1, vocab_size, self.device)
-        hidden = self.run_model(num_tokens)
+        hidden = self.run_model(metadata)
         hidden.float().sum(0)  # an embedding
         num_logits = max(max_num_seqs, LOGITS_CHUNK)
         indices = torch.arange(num_logits, device=self.device) % len(hidden)

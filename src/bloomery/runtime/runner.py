@@ -169,9 +169,9 @@ class GraphPool:
     The largest graph should be captured first: the others then fit into its memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.stream = stream or torch.cuda.Stream()
         self.pending: list[tuple[CudaGraphRunner, StepShape, StepWork]] = []
         # Graphs that lack kernels. Without any graph the memory pool could not be used again.
         self.incomplete: list[torch.cuda.CUDAGraph] = []

@@ -20,7 +20,7 @@ import torch
 
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.attention.base import AttentionBackend, download, upload
-from bloomery.attention.select import select_backend
+from bloomery.attention.select import select_backend, tune_backend
 from bloomery.cache_groups import count_pages
 from bloomery.config import EnginePlan
 from bloomery.errors import ConfigError
@@ -41,6 +41,7 @@ from bloomery.parallel.groups import DeviceMesh
 from bloomery.runtime.activation_memory import LOGITS_CHUNK, measure_activation_memory
 from bloomery.runtime.batch_invariant import find_batch_invariant_tile
 from bloomery.runtime.device import check_device
+from bloomery.runtime.kernel_discovery import compile_step_kernels
 from bloomery.runtime.kv_cache import (
     KvCacheSize,
     fit_kv_cache,
@@ -110,7 +111,6 @@ class Worker:
         self._check_recurrent_layers()
         self.start_timer.end("weights")
         self.backend = self._select_attention_backend()
-        self.start_timer.end("attention backend")
         self.kv_cache_dtype = self._select_kv_cache_dtype()
         self.cache = plan_stage_cache(
             plan,
@@ -119,6 +119,13 @@ class Worker:
             self.decoder.layer_range,
             self.kv_cache_dtype,
         )
+        self.decoder.build_rope_cache(plan.max_model_len)
+        captures = plan.cuda_graphs and mesh.num_stages == 1 and not mesh.shares_device
+        self.graph_pool = GraphPool() if captures else None
+        self._compile_kernels()
+        self.start_timer.end("kernels")
+        self._tune_attention_backend()
+        self.start_timer.end("attention")
         cache_size = self._allocate_kv_cache()
         self.start_timer.end("KV cache")
         self.rows = RequestRows(
@@ -139,8 +146,6 @@ class Worker:
             self.pool,
         )
         self.model = self._build_forward()
-        captures = plan.cuda_graphs and mesh.num_stages == 1 and not mesh.shares_device
-        self.graph_pool = GraphPool() if captures else None
         self.runner = self._build_runner()
         self.cpu_traced = False  # decode steps are replayed from CPU traces
         trace_note = self._trace_decode_steps()
@@ -210,18 +215,36 @@ class Worker:
 
     def _select_attention_backend(self) -> AttentionBackend:
         plan = self.plan
-        measured_kv_dtype = None
-        # Ranks that share a device would disturb each other's measurement.
-        if not self.mesh.shares_device:
-            measured_kv_dtype = resolve_kv_cache_dtype(plan.kv_cache_dtype, self.dtype)
         return select_backend(
             self.decoder.spec.attentions,
             self.dtype,
             self.device,
             batch_invariant=plan.deterministic,
             pool=self.pool if plan.kv_cache_dtype != "fp8" else None,
-            kv_cache_dtype=measured_kv_dtype,
         )
+
+    def _compile_kernels(self) -> None:
+        """Compile on all cores what the start and its CUDA graphs would compile one by one.
+
+        Ranks of a tensor parallel model do not: their collectives cannot start with a capture.
+        """
+        plan = self.plan
+        if self.graph_pool is None or plan.deterministic or plan.tensor_parallel_size > 1:
+            return
+        try:
+            compile_step_kernels(
+                self.decoder, self.cache, plan, self._captured_tokens(), self.graph_pool
+            )
+        except RuntimeError as error:
+            log.warning("kernels are compiled one by one, because capturing failed: %s", error)
+        torch.cuda.empty_cache()
+
+    def _tune_attention_backend(self) -> None:
+        # Ranks that share a device would disturb each other's measurement.
+        if self.mesh.shares_device or self.plan.deterministic:
+            return
+        specs = [layer.attention for layer in self.decoder.spec.layers]
+        tune_backend(self.backend, specs, self.dtype, self.kv_cache_dtype, self.device)
 
     def _select_kv_cache_dtype(self) -> torch.dtype:
         """GGUF products round their inputs to 8 bits, so a float16 KV cache loses nothing."""
@@ -234,7 +257,6 @@ class Worker:
         """Fit the KV cache into memory and allocate it, with one more block: the null block."""
         plan = self.plan
         cache = self.cache
-        self.decoder.build_rope_cache(plan.max_model_len)
         reserved_bytes = self._measure_reserved_bytes()
         self.start_timer.end("activation memory")
         size = fit_kv_cache(plan, cache, self.device, reserved_bytes, self.mesh)
@@ -251,12 +273,14 @@ class Worker:
         """Return the GPU bytes that steps and CUDA graphs may take besides weights and KV cache."""
         if self.device.type == "cpu":
             return 0
-        plan = self.plan
-        captured_tokens = plan.max_num_seqs + MAX_MIXED_TOKENS if plan.cuda_graphs else 0
         activation_bytes = measure_activation_memory(
-            self.decoder, self.backend, plan, self.kv_cache_dtype, captured_tokens
+            self.decoder, self.backend, self.plan, self.kv_cache_dtype, self._captured_tokens()
         )
         return activation_bytes + GRAPH_OVERHEAD_BYTES
+
+    def _captured_tokens(self) -> int:
+        """Positions of the largest CUDA graph."""
+        return self.plan.max_num_seqs + MAX_MIXED_TOKENS if self.plan.cuda_graphs else 0
 
     @torch.inference_mode()
     def _build_forward(self) -> ForwardPass:

@@ -1,0 +1,169 @@
+"""Finds the kernels that a worker will need, so that they can be compiled on all cores at once.
+
+Otherwise each would be compiled when the start first needs it, one after another. The steps are
+captured into CUDA graphs that never run (kernels/launch.py), over a KV cache of a few blocks and
+with only as many layers as differ. What this misses is compiled when it is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from bloomery.attention.autotune import unmeasured_prefills
+from bloomery.attention.triton_paged import TritonPagedAttention
+from bloomery.cache_groups import count_pages
+from bloomery.config import EnginePlan
+from bloomery.kernels.launch import MissingKernels, compile_kernels
+from bloomery.models.decoder import Decoder
+from bloomery.runtime.activation_memory import LargestStep
+from bloomery.runtime.kv_cache import StageCache
+from bloomery.runtime.rows import RequestRows
+from bloomery.runtime.runner import GraphPool, ModelForward, ModelRunner
+from bloomery.runtime.sampler import Sampler
+from bloomery.runtime.step_batch import NUM_PREFILL_SLOTS
+
+NUM_BLOCKS = 16  # of the KV cache of the captured steps
+# Every eighth shape is captured before the first compilation. Neighbouring shapes mostly use the
+# same kernels, and a launch of a missing kernel takes the host ten times as long as another one.
+SHAPE_STRIDE = 8
+
+
+@torch.inference_mode()
+def compile_step_kernels(
+    decoder: Decoder, cache: StageCache, plan: EnginePlan, captured_tokens: int, pool: GraphPool
+) -> None:
+    """Compile the kernels of captured steps, of the largest step and of attention measurements.
+
+    `captured_tokens`: positions of the largest captured step. `pool` is not used for graphs; only
+    its stream is, so that libraries need no workspace for another one.
+    """
+    discovery = KernelDiscovery(pool.stream)
+    discovery.prepare_library(decoder)
+    layers = select_distinct_layers(decoder)
+    small_decoder = keep_layers(decoder, layers)
+    small_cache = replace(
+        cache, model=small_decoder.spec, places=tuple([cache.places[layer] for layer in layers])
+    )
+    runner = build_small_runner(small_decoder, small_cache, plan, discovery.pool)
+    shapes = runner.list_captured_shapes()
+    for shape in shapes[::SHAPE_STRIDE]:
+        runner.capture(shape, discovery.missing)
+    backend = TritonPagedAttention(library_min_len=None)
+    step = LargestStep(small_decoder, backend, plan, cache.dtype)
+    discovery.capture_all(step.list_works(captured_tokens))
+    specs = [layer.attention for layer in decoder.spec.layers]
+    discovery.capture_all(unmeasured_prefills(specs, decoder.dtype, cache.dtype, decoder.device))
+    discovery.compile()
+    for shape in shapes:
+        runner.capture(shape, discovery.missing)
+    discovery.compile()
+
+
+class KernelDiscovery:
+    """Collects the kernels that are missing for some work, by capturing the work."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.pool = GraphPool(stream)
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # they keep the pool's memory
+        self.missing: MissingKernels = {}
+        # Something that every capture does, because torch warns of empty graphs.
+        self.marker = torch.zeros(1, device=stream.device)
+
+    def prepare_library(self, decoder: Decoder) -> None:
+        """Let the matrix library initialize itself, which it cannot do during a capture."""
+        with torch.cuda.stream(self.pool.stream):
+            x = torch.zeros(256, decoder.spec.hidden, dtype=decoder.dtype, device=decoder.device)
+            x @ x.T
+        torch.cuda.synchronize(decoder.device)
+
+    def capture_all(self, works: Iterable[Callable[[], object]]) -> None:
+        for work in works:
+            self.graphs.append(self.pool.capture(partial(self._run_marked, work), self.missing))
+
+    def _run_marked(self, work: Callable[[], object]) -> None:
+        self.marker.zero_()
+        work()
+
+    def compile(self) -> None:
+        compile_kernels(self.missing)
+        self.missing.clear()
+
+
+def build_small_runner(
+    decoder: Decoder, cache: StageCache, plan: EnginePlan, pool: GraphPool
+) -> ModelRunner:
+    """A runner like the worker's, over a KV cache of a few blocks."""
+    device = decoder.device
+    forward = ModelForward(
+        decoder,
+        TritonPagedAttention(),
+        cache.allocate(NUM_BLOCKS + 1, device),
+        layer_tables=cache.layer_tables,
+    )
+    num_pages = count_pages(plan.max_model_len, plan.block_size)
+    rows = RequestRows(
+        plan.max_num_seqs,
+        num_pages * cache.layout.blocks_per_page,
+        NUM_BLOCKS,
+        device,
+        None,
+        cache.layout.tables,
+    )
+    vocab_size = decoder.spec.vocab
+    return ModelRunner(
+        forward,
+        rows,
+        cache.kernel_block_size,
+        Sampler(plan.max_num_seqs + 1, vocab_size, device, NUM_PREFILL_SLOTS),
+        vocab_size,
+        plan.max_num_batched_tokens,
+        graph_pool=pool,
+        logits_dtype=decoder.dtype,
+    )
+
+
+# ---- layers that differ --------------------------------------------------------------------------
+
+
+def select_distinct_layers(decoder: Decoder) -> list[int]:
+    """Return layers that together launch the kernels of all layers.
+
+    They are two of each structure, because a layer's first kernel also ends the layer before it,
+    and the last layer, which computes fewer positions.
+    """
+    indices: dict[Hashable, list[int]] = {}
+    for index, layer in enumerate(decoder.layers):
+        indices.setdefault(describe_structure(layer), []).append(index)
+    chosen = {index for same in indices.values() for index in same[:2]}
+    return sorted(chosen | {len(decoder.layers) - 1})
+
+
+def describe_structure(value: Any) -> Hashable:
+    """Return what kernels depend on: types, shapes and constants, not the contents of tensors."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value).__name__, tuple([describe_structure(entry) for entry in value])
+    if is_dataclass(value):
+        entries = [describe_structure(getattr(value, field.name)) for field in fields(value)]
+        return type(value).__name__, tuple(entries)
+    if value is None or isinstance(value, int | float | str | Enum):
+        return value
+    return type(value).__name__
+
+
+def keep_layers(decoder: Decoder, layers: list[int]) -> Decoder:
+    """Return a decoder that shares its weights with `decoder` and has only these layers."""
+    small = copy.copy(decoder)
+    small.layers = [decoder.layers[index] for index in layers]
+    small.spec = replace(
+        decoder.spec, layers=tuple([decoder.spec.layers[index] for index in layers])
+    )
+    return small
