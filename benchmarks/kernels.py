@@ -455,6 +455,8 @@ DECODE_SHAPES = (
     (256, 1024),
     (1, 16384),
     (64, 4096),
+    (16, 1024),
+    (16, 32000),
 )
 
 NamedSteps = Iterator[tuple[str, Callable[[], TimedStep]]]

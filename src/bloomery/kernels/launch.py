@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,13 +78,17 @@ def defer_compilations(missing: MissingKernels) -> Iterator[None]:
     """Inside of the block, kernels that this process has not compiled are added to `missing`.
 
     They are neither compiled nor launched. What is computed is meaningless then, so the block must
-    capture a CUDA graph, which runs nothing.
+    capture a CUDA graph, which runs nothing. Other threads compile as usual.
     """
     if triton is None:
         yield
         return
 
+    thread = threading.get_ident()
+
     def defer(fn: Any, compile: Any, **details: Any) -> bool:
+        if threading.get_ident() != thread:
+            return False
         missing[compile["specialization_data"]] = fn.jit_function
         return True
 
@@ -98,27 +103,43 @@ def defer_compilations(missing: MissingKernels) -> Iterator[None]:
 
 def compile_kernels(missing: MissingKernels) -> None:
     """Compile these kernels on all cores, or load them from the cache on the disk."""
+    start_compiling(missing)()
+
+
+def start_compiling(missing: MissingKernels) -> Callable[[], None]:
+    """Start to compile these kernels on other threads; the returned function waits for them.
+
+    The caller may compile, capture and launch other kernels meanwhile.
+    """
     if not missing:
-        return
+        return lambda: None
+    kernels = dict(missing)
     device = torch.cuda.current_device()
 
     def compile_one(specialization: str) -> float:
         started = time.monotonic()
         torch.cuda.set_device(device)  # of this thread
-        missing[specialization].preload(specialization)
+        kernels[specialization].preload(specialization)
         return time.monotonic() - started
 
     start = time.monotonic()
-    with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as threads:
-        seconds = list(threads.map(compile_one, missing))
-    slowest, name = max(zip(seconds, (kernel.__name__ for kernel in missing.values())))
-    log.info(
-        "%d kernels compiled or loaded in %.1f s; %s took longest, %.1f s",
-        len(missing),
-        time.monotonic() - start,
-        name,
-        slowest,
-    )
+    threads = ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1))
+    jobs = [threads.submit(compile_one, specialization) for specialization in kernels]
+
+    def wait() -> None:
+        with threads:
+            seconds = [job.result() for job in jobs]
+        names = [kernel.__name__ for kernel in kernels.values()]
+        slowest, name = max(zip(seconds, names, strict=True))
+        log.info(
+            "%d kernels compiled or loaded in %.1f s; %s took longest, %.1f s",
+            len(kernels),
+            time.monotonic() - start,
+            name,
+            slowest,
+        )
+
+    return wait
 
 
 def triton_interpreted() -> bool:

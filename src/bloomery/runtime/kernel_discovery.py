@@ -20,7 +20,8 @@ from bloomery.attention.autotune import unmeasured_prefills
 from bloomery.attention.triton_paged import TritonPagedAttention
 from bloomery.cache_groups import count_pages
 from bloomery.config import EnginePlan
-from bloomery.kernels.launch import MissingKernels, compile_kernels
+from bloomery.kernels.launch import MissingKernels, start_compiling
+from bloomery.kernels.packed_wgmma import partial_sum_flags
 from bloomery.models.decoder import Decoder
 from bloomery.runtime.activation_memory import LargestStep
 from bloomery.runtime.kv_cache import StageCache
@@ -30,40 +31,44 @@ from bloomery.runtime.sampler import Sampler
 from bloomery.runtime.step_batch import NUM_PREFILL_SLOTS
 
 NUM_BLOCKS = 16  # of the KV cache of the captured steps
-# Every eighth shape is captured before the first compilation. Neighbouring shapes mostly use the
-# same kernels, and a launch of a missing kernel takes the host ten times as long as another one.
-SHAPE_STRIDE = 8
+# Tokens of the steps that run once, beyond the captured ones. The matrix library loads a kernel
+# when it is first used, and chooses kernels by size.
+WARMED_TOKENS = (2304, 3072, 4096, 6144)
 
 
 @torch.inference_mode()
 def compile_step_kernels(
     decoder: Decoder, cache: StageCache, plan: EnginePlan, captured_tokens: int, pool: GraphPool
-) -> None:
-    """Compile the kernels of captured steps, of the largest step and of attention measurements.
+) -> Callable[[], None]:
+    """Compile the kernels of the largest step, of attention measurements and of captured steps.
 
+    Those of captured steps that nothing else uses are still being compiled afterwards; the returned
+    function waits for them.
     `captured_tokens`: positions of the largest captured step. `pool` is not used for graphs; only
     its stream is, so that libraries need no workspace for another one.
     """
     discovery = KernelDiscovery(pool.stream)
-    discovery.prepare_library(decoder)
+    backend = TritonPagedAttention(library_min_len=None)
     layers = select_distinct_layers(decoder)
     small_decoder = keep_layers(decoder, layers)
     small_cache = replace(
         cache, model=small_decoder.spec, places=tuple([cache.places[layer] for layer in layers])
     )
-    runner = build_small_runner(small_decoder, small_cache, plan, discovery.pool)
-    shapes = runner.list_captured_shapes()
-    for shape in shapes[::SHAPE_STRIDE]:
-        runner.capture(shape, discovery.missing)
-    backend = TritonPagedAttention(library_min_len=None)
     step = LargestStep(small_decoder, backend, plan, cache.dtype)
+    discovery.prepare(small_decoder, backend, step)
     discovery.capture_all(step.list_works(captured_tokens))
     specs = [layer.attention for layer in decoder.spec.layers]
     discovery.capture_all(unmeasured_prefills(specs, decoder.dtype, cache.dtype, decoder.device))
-    discovery.compile()
-    for shape in shapes:
+    wait_for_step = discovery.start_compiling()
+    runner = build_small_runner(small_decoder, small_cache, plan, backend, discovery.pool)
+    for shape in runner.list_captured_shapes(with_masked=False):
         runner.capture(shape, discovery.missing)
-    discovery.compile()
+    wait_for_captured = discovery.start_compiling()
+    wait_for_step()
+    for num_tokens in WARMED_TOKENS:
+        if captured_tokens < num_tokens < step.num_tokens:
+            step.run_model(step.build_metadata(step.split_into_prompts(num_tokens)))
+    return wait_for_captured
 
 
 class KernelDiscovery:
@@ -73,15 +78,20 @@ class KernelDiscovery:
         self.pool = GraphPool(stream)
         self.graphs: list[torch.cuda.CUDAGraph] = []  # they keep the pool's memory
         self.missing: MissingKernels = {}
+        self.started = set[str]()  # specializations that are being compiled
         # Something that every capture does, because torch warns of empty graphs.
         self.marker = torch.zeros(1, device=stream.device)
 
-    def prepare_library(self, decoder: Decoder) -> None:
-        """Let the matrix library initialize itself, which it cannot do during a capture."""
+    def prepare(self, decoder: Decoder, backend: TritonPagedAttention, step: LargestStep) -> None:
+        """Create what exists once per process or backend, which a capture would not fill."""
         with torch.cuda.stream(self.pool.stream):
             x = torch.zeros(256, decoder.spec.hidden, dtype=decoder.dtype, device=decoder.device)
-            x @ x.T
-        torch.cuda.synchronize(decoder.device)
+            x @ x.T  # initializes the matrix library
+        partial_sum_flags(x.device)
+        backend.prepare(step.build_metadata([1]))
+        for layer in decoder.spec.layers:
+            backend.scoring(layer.attention, x.device)
+        torch.cuda.synchronize(x.device)
 
     def capture_all(self, works: Iterable[Callable[[], object]]) -> None:
         for work in works:
@@ -91,19 +101,29 @@ class KernelDiscovery:
         self.marker.zero_()
         work()
 
-    def compile(self) -> None:
-        compile_kernels(self.missing)
-        self.missing.clear()
+    def start_compiling(self) -> Callable[[], None]:
+        """Start to compile what was not missing before; the returned function waits for it."""
+        new = {
+            specialization: kernel
+            for specialization, kernel in self.missing.items()
+            if specialization not in self.started
+        }
+        self.started |= new.keys()
+        return start_compiling(new)
 
 
 def build_small_runner(
-    decoder: Decoder, cache: StageCache, plan: EnginePlan, pool: GraphPool
+    decoder: Decoder,
+    cache: StageCache,
+    plan: EnginePlan,
+    backend: TritonPagedAttention,
+    pool: GraphPool,
 ) -> ModelRunner:
     """A runner like the worker's, over a KV cache of a few blocks."""
     device = decoder.device
     forward = ModelForward(
         decoder,
-        TritonPagedAttention(),
+        backend,
         cache.allocate(NUM_BLOCKS + 1, device),
         layer_tables=cache.layer_tables,
     )

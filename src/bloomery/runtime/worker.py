@@ -122,6 +122,7 @@ class Worker:
         self.decoder.build_rope_cache(plan.max_model_len)
         captures = plan.cuda_graphs and mesh.num_stages == 1 and not mesh.shares_device
         self.graph_pool = GraphPool() if captures else None
+        self.wait_for_kernels: Callable[[], None] = lambda: None
         self._compile_kernels()
         self.start_timer.end("kernels")
         self._tune_attention_backend()
@@ -232,7 +233,7 @@ class Worker:
         if self.graph_pool is None or plan.deterministic or plan.tensor_parallel_size > 1:
             return
         try:
-            compile_step_kernels(
+            self.wait_for_kernels = compile_step_kernels(
                 self.decoder, self.cache, plan, self._captured_tokens(), self.graph_pool
             )
         except RuntimeError as error:
@@ -377,6 +378,8 @@ class Worker:
         if not shapes:
             return
         self.start_timer.end("rows")
+        self.wait_for_kernels()
+        self.start_timer.end("wait for kernels")
         missing: MissingKernels = {}
         for shape in shapes[::TRIED_SHAPE_STRIDE]:
             self.runner.capture(shape, missing)
