@@ -2,7 +2,7 @@
 
     PYTHONPATH=src:. python3 benchmarks/prefill_products.py [SHAPE ...] [--tokens 8192 ...]
 
-For every linear layer it prints TFLOP/s of the whole product as the model calls it, of the product
+For every linear layer it prints TFLOP/s of the product as the model calls it, of the product
 cut into parts along its tokens or its outputs, with the weights stored the other way round, and by
 the other library interface of torch. Inputs and weights are random, and several copies of the
 weights take turns, as the layers of a model do. A product of 8,192 in all directions is the
@@ -26,7 +26,7 @@ NUM_REPLAYS = 5
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
-def whole(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def one_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(x, weight.T, out=out)
 
 
@@ -84,7 +84,7 @@ def compare_products(name: str, tokens: int, outputs: int, inputs: int) -> None:
     x = random_matrix(tokens, inputs)
     out = torch.empty(tokens, outputs, device="cuda", dtype=torch.bfloat16)
     weights = [random_matrix(outputs, inputs) for _ in range(NUM_COPIES)]
-    products: dict[str, Product] = {"whole": whole}
+    products: dict[str, Product] = {"one product": one_product}
     for parts in (2, 4):
         products[f"tokens / {parts}"] = partial(cut_tokens, parts)
         products[f"outputs / {parts}"] = partial(cut_outputs, parts)
@@ -92,12 +92,12 @@ def compare_products(name: str, tokens: int, outputs: int, inputs: int) -> None:
     figures = []
     for title, product in products.items():
         figures.append((title, time_product(product, x, weights, out)))
-    turned = [weight.T.contiguous().T for weight in weights]
-    figures.append(("weights turned", time_product(whole, x, turned, out)))
+    transposed = [weight.T.contiguous().T for weight in weights]
+    figures.append(("weights transposed", time_product(one_product, x, transposed, out)))
     torch.backends.cuda.preferred_blas_library("cublaslt")
-    figures.append(("cublaslt", time_product(whole, x, weights, out)))
+    figures.append(("cublaslt", time_product(one_product, x, weights, out)))
     torch.backends.cuda.preferred_blas_library("cublas")
-    figures.append(("cublas", time_product(whole, x, weights, out)))
+    figures.append(("cublas", time_product(one_product, x, weights, out)))
     torch.backends.cuda.preferred_blas_library("default")
     rates = ", ".join(f"{title} {operations / seconds / 1e12:.0f}" for title, seconds in figures)
     print(f"{name} {tokens} x {inputs} -> {outputs}: TFLOP/s: {rates}", flush=True)

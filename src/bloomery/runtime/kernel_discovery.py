@@ -57,7 +57,7 @@ def compile_step_kernels(
     step = LargestStep(small_decoder, backend, plan, cache.dtype)
     discovery.prepare(small_decoder, backend, step)
     discovery.capture_all(step.list_works(captured_tokens))
-    specs = [layer.attention for layer in decoder.spec.layers]
+    specs = decoder.spec.attentions
     discovery.capture_all(unmeasured_prefills(specs, decoder.dtype, cache.dtype, decoder.device))
     wait_for_step = discovery.start_compiling()
     runner = build_small_runner(small_decoder, small_cache, plan, backend, discovery.pool)
@@ -89,8 +89,8 @@ class KernelDiscovery:
             x @ x.T  # initializes the matrix library
         partial_sum_flags(x.device)
         backend.prepare(step.build_metadata([1]))
-        for layer in decoder.spec.layers:
-            backend.scoring(layer.attention, x.device)
+        for spec in decoder.spec.attentions:
+            backend.scoring(spec, x.device)
         torch.cuda.synchronize(x.device)
 
     def capture_all(self, works: Iterable[Callable[[], object]]) -> None:

@@ -228,9 +228,11 @@ class Worker:
         """Compile on all cores what the start and its CUDA graphs would compile one by one.
 
         Ranks of a tensor parallel model do not: their collectives cannot start with a capture.
+        Models with recurrent layers do not either, whose states have a memory of their own.
         """
         plan = self.plan
-        if self.graph_pool is None or plan.deterministic or plan.tensor_parallel_size > 1:
+        is_simple = plan.tensor_parallel_size == 1 and not self.decoder.spec.recurrents
+        if self.graph_pool is None or plan.deterministic or not is_simple:
             return
         try:
             self.wait_for_kernels = compile_step_kernels(
@@ -244,7 +246,7 @@ class Worker:
         # Ranks that share a device would disturb each other's measurement.
         if self.mesh.shares_device or self.plan.deterministic:
             return
-        specs = [layer.attention for layer in self.decoder.spec.layers]
+        specs = self.decoder.spec.attentions
         tune_backend(self.backend, specs, self.dtype, self.kv_cache_dtype, self.device)
 
     def _select_kv_cache_dtype(self) -> torch.dtype:
