@@ -12,7 +12,7 @@ import gc
 from concurrent.futures import Future
 
 from bloomery.config import EnginePlan
-from bloomery.engine.executor import LoadProgress, PendingStep, refuse_adapter
+from bloomery.engine.executor import LoadProgress, PendingStep
 from bloomery.messages import AdapterInfo, EngineCapacity, ScheduledStep
 from bloomery.runtime.worker import Worker
 
@@ -43,10 +43,13 @@ class LocalExecutor:
         return self.worker.run(step)
 
     def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
-        return refuse_adapter("this engine loads no LoRA adapters")
+        if self.worker is None:
+            raise RuntimeError("load_adapter before start")
+        return self.worker.load_adapter(name, path)
 
     def unload_adapter(self, name: str) -> None:
-        pass
+        if self.worker is not None:
+            self.worker.unload_adapter(name)
 
     def close(self) -> None:
         self.worker = None

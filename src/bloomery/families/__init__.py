@@ -57,6 +57,10 @@ class ModelDescription:
     names: TensorNames
     unread: tuple[str, ...] = ()  # keys of config.json that had no effect; they are logged
     quantization: CheckpointQuantization | None = None
+    # GGUF: the names of the checkpoint that the file was converted from, and whether the converter
+    # has permuted the rows of q and k for interleaved rope.
+    module_names: TensorNames | None = None
+    permuted: bool = False
 
     @property
     def text_part_only(self) -> bool:

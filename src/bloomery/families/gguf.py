@@ -213,7 +213,13 @@ def _describe(
     }
     implied = {"vocab_size", "nextn_predict_layers", *PER_LAYER_KEYS, *IMPLIED_KEYS}
     unread = (values.keys() - config.names_read - implied) | (values.keys() & ignored)
-    return ModelDescription(model, names, tuple(sorted(prefix + key for key in unread)))
+    return ModelDescription(
+        model,
+        names,
+        tuple(sorted(prefix + key for key in unread)),
+        module_names=description.names,
+        permuted=family.permuted,
+    )
 
 
 def skip_mtp_layers(

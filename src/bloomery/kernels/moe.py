@@ -484,12 +484,79 @@ def fused_experts_grouped(
     return sum_expert_outputs(y, topk_ids, output_weights, num_experts, x, fusion)
 
 
+def pair_products(
+    x: torch.Tensor, topk_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Multiply the row of every pair by the matrix of its expert, and end there.
+
+    x [pairs, in], weight [experts, out, in], bias [experts, out] -> [pairs, out]. Rows of pairs
+    without an expert are not defined.
+    """
+    if not use_triton(x):
+        return pair_products_reference(x, topk_ids, weight, bias)
+    num_experts = len(weight)
+    num_pairs = topk_ids.numel()
+    few_pairs = num_pairs <= max(topk_ids.shape[1], num_experts // 4)
+    if few_pairs and supports_gemv(weight):
+        return gemv_triton(x, weight, bias, routing=ExpertRouting(topk_ids, num_experts))
+    max_block = 32 if x.dtype == torch.float32 else 128
+    block = min(max_block, max(16, next_power_of_2(num_pairs // num_experts)))
+    order = sort_by_expert(topk_ids, num_experts)
+    return grouped_gemm(order.gather(x), weight, bias, order, DOWN_TILINGS[block], 1, None)
+
+
+def pair_products_reference(
+    x: torch.Tensor, topk_ids: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The same as `pair_products`, in torch."""
+    pair_experts = topk_ids.flatten()
+    y: torch.Tensor | None = None
+    for expert in pair_experts.unique().tolist():
+        if not 0 <= expert < len(weight):
+            continue
+        pairs = (pair_experts == expert).nonzero()[:, 0]
+        products = F.linear(x[pairs], weight[expert], None if bias is None else bias[expert])
+        if y is None:
+            y = x.new_zeros(len(x), products.shape[1])
+        y[pairs] = products
+    return x.new_zeros(len(x), weight[0].shape[0]) if y is None else y
+
+
+def sum_pairs(
+    y: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    num_experts: int,
+    x: torch.Tensor,
+    fusion: ExpertsFusion,
+) -> torch.Tensor:
+    """Return the weighted sum over each token's experts, [tokens, hidden], for y [pairs, hidden].
+
+    Without weights all of them are 1. The shared expert's output and the residual are added.
+    """
+    if use_triton(x):
+        return sum_expert_outputs(y, topk_ids, topk_weights, num_experts, x, fusion)
+    is_routed = (topk_ids >= 0) & (topk_ids < num_experts)
+    weights = is_routed.float() if topk_weights is None else topk_weights * is_routed
+    total = (y.view(*topk_ids.shape, -1).float() * weights[..., None]).sum(1)
+    if fusion.shared is not None:
+        total = total + fusion.shared.weighted_reference().float()
+    if fusion.residual is not None:
+        total = fusion.residual.tensor.float() + fusion.residual.scale * total
+    return total.to(x.dtype)
+
+
 class ExpertOrder(NamedTuple):
     """Pairs sorted by expert."""
 
     sorted_pairs: torch.Tensor  # [pairs] int32
     # [2, experts] int32: each expert's first place in sorted_pairs, and the number of its pairs
     expert_ranges: torch.Tensor
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of x [pairs, width] in this order."""
+        # Places behind the last pair that has an expert are not written.
+        return x[self.sorted_pairs.clamp(0, len(x) - 1)]
 
 
 def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> ExpertOrder:

@@ -151,6 +151,21 @@ def packed_experts_grouped(
     return sum_expert_outputs(y, topk_ids, output_weights, num_experts, x, fusion)
 
 
+def packed_pair_products(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    packed: PackedWeight,
+    bias: torch.Tensor | None,
+    num_experts: int,
+) -> torch.Tensor:
+    """Multiply the row of every pair by the matrix of its expert: [pairs, in] -> [pairs, out]."""
+    if topk_ids.numel() <= max(topk_ids.shape[1], num_experts // 4):
+        routing = ExpertRouting(topk_ids, num_experts)
+        return packed_gemv_triton(x, packed, bias, None, None, None, routing)
+    order = sort_by_expert(topk_ids, num_experts)
+    return packed_grouped_gemm(order.gather(x), packed, bias, order, 1, None)
+
+
 def packed_grouped_gemm(
     x: torch.Tensor,
     packed: PackedWeight,

@@ -16,6 +16,7 @@ import torch
 from bloomery.attention.base import AttentionBackend
 from bloomery.errors import UnsupportedModel
 from bloomery.fusion import NormPrologue, QkTransform, QkvEpilogue
+from bloomery.kernels.lora import AdapterBatch
 from bloomery.layers.linear import (
     AddResidual,
     DeferredAdd,
@@ -45,6 +46,20 @@ class ForwardContext:
     output_rows: torch.Tensor | None = None  # last layer: the tokens whose states are needed
     # Factors of queries, of this step's tokens or of all positions, as the rope cache.
     query_scales: Mapping[QueryScaling, torch.Tensor] = field(default_factory=dict)
+    adapter_batch: AdapterBatch | None = None
+
+    def select_adapters(self) -> None:
+        """From here on adapters see only the output rows.
+
+        A layer calls this once, after its mixer and before the output projection.
+        """
+        if self.adapter_batch is not None:
+            self.adapter_batch.select(self.output_rows)
+
+    def restore_adapters(self) -> None:
+        """From here on adapters see all rows again: a second mixer begins."""
+        if self.adapter_batch is not None:
+            self.adapter_batch.select(None)
 
     def select_outputs(self, x: ResidualStream) -> ResidualStream:
         """Return only the output rows of x."""
@@ -114,6 +129,7 @@ class AttentionBlock:
         attended = context.backend.attend(q, kv_cache, self.spec, context.plan, self.sinks, gate)
         if context.output_rows is not None:
             attended = attended[context.output_rows]
+            context.select_adapters()
         if epilogue is None:
             return self.out(attended)
         return self.out(attended, None, epilogue)

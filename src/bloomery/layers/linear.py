@@ -31,6 +31,7 @@ from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.dense import DenseWeight
+from bloomery.quant.lora import LinearAdapters
 
 
 class DeferredAdd:
@@ -83,6 +84,7 @@ class LinearLayer:
     # Tensor parallel ranks that hold the other inputs: results are summed before the epilogue.
     group: CommunicationGroup | None = None
     pool: ThreadPool | None = None  # for native CPU kernels
+    adapters: LinearAdapters | None = None  # the LoRA adapters that some rows of a step may have
 
     @overload
     def __call__(
@@ -103,8 +105,10 @@ class LinearLayer:
     ) -> ResidualStream:
         """x [tokens, in] -> [tokens, out], or the result of the epilogue."""
         if self.group is not None:
-            local = LinearLayer(self.matrix, self.bias, None, self.pool)
+            local = LinearLayer(self.matrix, self.bias, None, self.pool, self.adapters)
             return apply_epilogue(self.group.all_reduce(local(x, prologue)), epilogue, self.pool)
+        if self.adapters is not None and self.adapters.is_active:
+            return self._run_adapted(self.adapters, x, prologue, epilogue)
         if isinstance(x, torch.Tensor):
             fused = self._run_fused(x, prologue, epilogue)
             if fused is not None:
@@ -123,6 +127,23 @@ class LinearLayer:
         """Announce the norm that calls will pass, before the first one."""
         if prologue is not None and isinstance(self.matrix, DenseWeight):
             self.matrix.prepare_prologue(prologue)
+
+    def select_adapters(self, rows: torch.Tensor) -> None:
+        """From here on the adapters of all layers see only these rows of the step."""
+        if self.adapters is not None:
+            self.adapters.batch.select(rows)
+
+    def _run_adapted(
+        self,
+        adapters: LinearAdapters,
+        x: ResidualStream,
+        prologue: NormPrologue | None,
+        epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+    ) -> ResidualStream:
+        """Add the part of each row's adapter to the product, before the epilogue."""
+        normed = apply_norm(x, prologue, self.pool)
+        y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
+        return apply_epilogue(y, epilogue, self.pool)
 
     def _run_fused(
         self,

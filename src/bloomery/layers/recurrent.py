@@ -53,6 +53,7 @@ class RecurrentBlock:
         y = self.mixer(self.project_in(x, prologue), states)
         if output_rows is not None:
             y = y[output_rows]
+            self.project_out.select_adapters(output_rows)
         if epilogue is None:
             return self.project_out(y)
         return self.project_out(y, None, epilogue)

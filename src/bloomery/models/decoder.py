@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -34,7 +35,7 @@ from bloomery.models.recurrent import load_recurrent_block
 from bloomery.models.weights import ModelWeights
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
-from bloomery.quant.experts import ExpertStack
+from bloomery.quant.experts import ExpertAdapters, ExpertStack
 from bloomery.spec import (
     AttentionSpec,
     FusedTensor,
@@ -83,6 +84,7 @@ class DecoderLayer:
             x = self._run_mixers(x, kv_cache, context, states)
         else:
             x = context.select_outputs(x)
+            context.select_adapters()
         return x if self.mlp is None else self._run_mlp(x, self.mlp)
 
     def _run_mixers(
@@ -109,6 +111,7 @@ class DecoderLayer:
             add = self._add_mixer(residual, self.spec.attention_scale)
             attended = self.attention(normed, kv_cache, context, None, add)
             add = self._add_mixer(attended, self.spec.recurrent_scale)
+            context.restore_adapters()
             x = self.recurrent(normed, states, context.output_rows, None, add)
         else:
             scale = self.spec.attention_scale * self.spec.recurrent_scale
@@ -215,6 +218,7 @@ class Decoder:
         self.device = weights.device
         self.dtype = weights.dtype
         self.pool = weights.pool
+        self.adapter_memory = weights.adapter_memory
         self.layer_range = layers  # of the whole model
         self.is_first_stage = layers.start == 0
         self.is_last_stage = layers.stop == len(model.layers)
@@ -234,6 +238,8 @@ class Decoder:
         ]
         if self.is_last_stage:
             self._load_head(weights, group)
+        if self.adapter_memory is not None:
+            self.adapter_memory.allocate()
         self.rope_cache: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
         self.query_scales: dict[QueryScaling, torch.Tensor] = {}
 
@@ -246,15 +252,17 @@ class Decoder:
                 extra["positions"], spec.positions, spec.hidden
             )
         if spec.embed_dim:  # the embeddings have another width than the hidden states
-            self.project_in = weights.outer_linear(extra["project_in"], spec.hidden, spec.embed_dim)
+            name = extra["project_in"]
+            linear = weights.outer_linear(name, spec.hidden, spec.embed_dim)
+            self.project_in = weights.adapt_outer_linear(linear, name, spec.hidden, spec.embed_dim)
         self.embed_norm = weights.norm(spec.embed_norm, extra.get("embed_norm", ""), spec.hidden)
 
     def _load_head(self, weights: ModelWeights, group: CommunicationGroup | None) -> None:
         spec = self.spec
         if spec.embed_dim:
-            self.project_out = weights.outer_linear(
-                weights.names.extra["project_out"], spec.embed_dim, spec.hidden
-            )
+            name = weights.names.extra["project_out"]
+            linear = weights.outer_linear(name, spec.embed_dim, spec.hidden)
+            self.project_out = weights.adapt_outer_linear(linear, name, spec.embed_dim, spec.hidden)
         self.final_norm = weights.norm(spec.final_norm, weights.names.final_norm, spec.hidden)
         self.head = load_head(spec, weights, self.embed, group)
 
@@ -350,8 +358,17 @@ class Decoder:
             }
             scales = {scaling: table[positions] for scaling, table in self.query_scales.items()}
             table_rows = None
+        adapter_batch = None if self.adapter_memory is None else self.adapter_memory.batch
         return [
-            ForwardContext(backend, plan, slot_mapping, angles, table_rows, query_scales=scales)
+            ForwardContext(
+                backend,
+                plan,
+                slot_mapping,
+                angles,
+                table_rows,
+                query_scales=scales,
+                adapter_batch=adapter_batch,
+            )
             for slot_mapping, plan in steps
         ]
 
@@ -359,6 +376,8 @@ class Decoder:
         """Project a pooled state [hidden] to the width of the embeddings, if the model does so."""
         if self.project_out is None:
             return state
+        if self.adapter_memory is not None:
+            self.adapter_memory.batch.begin(None)  # adapters do not change this projection
         return self.project_out(state[None].to(self.dtype))[0].float()
 
     def logits(self, hidden: torch.Tensor, as_float32: bool = True) -> torch.Tensor:
@@ -394,7 +413,12 @@ def load_embedding(
     width = spec.embed_dim or spec.hidden
     linear = weights.outer_linear(weights.names.embed, spec.vocab, width, shard=shard)
     first, end = weights.layout.vocab_range(spec.vocab)
-    return VocabEmbedding(linear.matrix, first, end, group, weights.pool)
+    adapters = None
+    if weights.adapter_memory is not None:
+        adapters = weights.adapter_memory.add_embedding(
+            weights.names.embed, spec.vocab, width, first, end, linear.matrix
+        )
+    return VocabEmbedding(linear.matrix, first, end, group, weights.pool, adapters)
 
 
 def load_head(
@@ -406,14 +430,30 @@ def load_head(
     """Load the head if the checkpoint stores it, even if it is tied; else use the embedding."""
     name = weights.names.head
     shard = weights.layout.table(spec.vocab)
+    width = spec.embed_dim or spec.hidden
     if not spec.tied or f"{name}.weight" in weights.source.names():
-        width = spec.embed_dim or spec.hidden
         linear = weights.outer_linear(name, spec.vocab, width, spec.head_bias, shard)
-        return LogitsHead(linear, spec.vocab, group)
-    bias = weights.bias(f"{name}.bias", spec.vocab, shard) if spec.head_bias else None
-    if embed is None:
-        embed = load_embedding(spec, weights, group)
-    return LogitsHead(LinearLayer(embed.matrix, bias, None, weights.pool), spec.vocab, group)
+    else:
+        bias = weights.bias(f"{name}.bias", spec.vocab, shard) if spec.head_bias else None
+        if embed is None:
+            matrix = weights.outer_linear(
+                weights.names.embed, spec.vocab, width, shard=shard
+            ).matrix
+        else:
+            matrix = embed.matrix
+        linear = LinearLayer(matrix, bias, None, weights.pool)
+    linear = weights.adapt_outer_linear(linear, name, spec.vocab, width, shard)
+    tables = None
+    if weights.adapter_memory is not None:
+        tables = weights.adapter_memory.add_head(
+            name,
+            spec.vocab,
+            width,
+            *weights.layout.vocab_range(spec.vocab),
+            linear.matrix,
+            spec.head_bias,
+        )
+    return LogitsHead(linear, spec.vocab, group, tables)
 
 
 def load_decoder_layer(
@@ -631,4 +671,11 @@ def load_experts(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str)
         )
     activation = build_activation(mlp)
     options = ExpertOptions(activation, up_bias, down_bias, spec.router.weights_input)
-    return ExpertStack(num_experts, up, down, options)
+    adapters = None
+    if weights.adapter_memory is not None:
+        add = partial(weights.adapter_memory.add_linear, prefix, num_experts=num_experts)
+        adapters = ExpertAdapters(
+            add(names.expert_up, up_parts, hidden, up_shard),
+            add(names.expert_down, [hidden], mlp.size, down_shard),
+        )
+    return ExpertStack(num_experts, up, down, options, adapters)

@@ -15,6 +15,8 @@ from bloomery.artifacts.locate import ModelArtifact
 from bloomery.describe import describe_gguf_file, describe_model
 from bloomery.families import ModelDescription, resolve_tensor_names
 from bloomery.layout import TensorParallelLayout
+from bloomery.models.adapter_files import AdapterReader
+from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.checkpoint import (
     AdvanceProgress,
     FileSource,
@@ -46,6 +48,7 @@ class LoadedModel:
     weight_bytes: int  # in memory
     expert_bytes: int  # of these, the matrices of experts
     notes: tuple[str, ...]  # for the operator, such as tensors that were ignored
+    adapter_reader: AdapterReader | None = None  # if the model takes LoRA adapters
 
 
 def load_model(
@@ -60,12 +63,13 @@ def load_model(
     keep_gguf_blocks: bool = False,
     select_layers: SelectLayers | None = None,
     pool: ThreadPool | None = None,
+    adapter_memory: AdapterMemory | None = None,
 ) -> LoadedModel:
     """Load the model, or this rank's part of it.
 
     `select_layers` chooses the layers of this pipeline stage; without it all layers are loaded.
     `keep_gguf_blocks`: a GGUF checkpoint stays quantized on a CPU too; on a GPU it always does.
-    `pool`: native CPU kernels will run the model.
+    `pool`: native CPU kernels will run the model. `adapter_memory`: it takes LoRA adapters.
     """
     model_info, source = open_model(artifact, load_format)
     names = resolve_tensor_names(model_info, source)
@@ -75,8 +79,8 @@ def load_model(
         format = GgufFormat()
     layout = TensorParallelLayout(mesh.group.rank, mesh.group.size)
 
-    def open_weights() -> ModelWeights:
-        return ModelWeights(source, names, dtype, device, format, layout, pool)
+    def open_weights(memory: AdapterMemory | None = None) -> ModelWeights:
+        return ModelWeights(source, names, dtype, device, format, layout, pool, memory)
 
     def load_layers(layer_range: range) -> Decoder:
         return Decoder(model, open_weights(), mesh.group, layer_range)
@@ -93,11 +97,17 @@ def load_model(
     elif print_progress and num_bytes:
         progress = show_progress(num_bytes, sys.stderr)
     with progress as source.advance, stream_weights(source, device):
-        weights = open_weights()
+        weights = open_weights(adapter_memory)
         decoder = Decoder(model, weights, mesh.group, layers)
     decoder.prepare_prologues()
     notes = collect_notes(model_info, source, names, quantize, complete=mesh.num_stages == 1)
-    return LoadedModel(decoder, weights.loaded_bytes, weights.expert_bytes, notes)
+    reader = None
+    if adapter_memory is not None:
+        module_names = model_info.module_names or names
+        reader = AdapterReader(
+            adapter_memory, names, module_names, len(model.layers), model_info.permuted
+        )
+    return LoadedModel(decoder, weights.loaded_bytes, weights.expert_bytes, notes, reader)
 
 
 def open_model(artifact: ModelArtifact, load_format: str) -> tuple[ModelDescription, WeightSource]:

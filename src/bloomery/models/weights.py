@@ -25,6 +25,7 @@ from bloomery.layout import (
     gate_size,
     qkv_sizes,
 )
+from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.checkpoint import WeightSource
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
@@ -61,7 +62,9 @@ class ModelWeights:
         format: WeightFormat | None = None,
         layout: TensorParallelLayout = TensorParallelLayout(),  # noqa: B008 (it is frozen)
         pool: ThreadPool | None = None,
+        adapter_memory: AdapterMemory | None = None,
     ):
+        """`adapter_memory`: linear layers are registered there for LoRA adapters."""
         self.source = source
         self.names = names
         self.dtype = dtype
@@ -69,6 +72,7 @@ class ModelWeights:
         self.format = format or DenseFormat()
         self.layout = layout
         self.pool = pool
+        self.adapter_memory = adapter_memory
         self.loaded_bytes = 0
         self.expert_bytes = 0  # of these, the matrices of experts
 
@@ -194,7 +198,12 @@ class ModelWeights:
                 loaded_bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
         matrix = self._stored_matrix(prefix, stored, parts, inputs)
         prepared = self._prepare(select_shard(matrix, shard))
-        return LinearLayer(prepared, loaded_bias, group, self.pool)
+        adapters = None
+        if self.adapter_memory is not None:
+            adapters = self.adapter_memory.add_linear(
+                prefix, stored, parts, inputs, shard, loaded_bias
+            )
+        return LinearLayer(prepared, loaded_bias, group, self.pool, adapters)
 
     def qkv_linear(self, prefix: str, spec: AttentionSpec, inputs: int) -> LinearLayer:
         """Load this rank's part of the QKV projection; its outputs are q | k | v | gate.
@@ -208,18 +217,27 @@ class ModelWeights:
         if separate_gate:
             matrix = matrix.cat([read_matrix(names.extra["attn_gate"], gate_size(spec))])
         prepared = self._prepare(select_shard(matrix, self.layout.qkv(spec)))
-        if not spec.bias:
-            return LinearLayer(prepared, None, None, self.pool)
+        bias = self._qkv_bias(prefix, spec, separate_gate) if spec.bias else None
+        adapters = None
+        if self.adapter_memory is not None:
+            parts = [*qkv_sizes(spec), *([gate_size(spec)] if spec.gate else [])]
+            adapters = self.adapter_memory.add_linear(
+                prefix, names.attn_qkv, parts, inputs, self.layout.qkv(spec), bias, spec
+            )
+        return LinearLayer(prepared, bias, None, self.pool, adapters)
+
+    def _qkv_bias(self, prefix: str, spec: AttentionSpec, separate_gate: bool) -> torch.Tensor:
+        """Load this rank's part of the bias of the QKV projection."""
 
         def read_bias(name: str, rows: int) -> LazyTensor:
             return self.source.tensor(f"{prefix}{name}.bias", (rows,))
 
-        arranged = arrange_qkv(read_bias, names.attn_qkv, spec)
+        arranged = arrange_qkv(read_bias, self.names.attn_qkv, spec)
         ungated = replace(spec, gate=None) if separate_gate else spec
         bias = self._load_tensor(select_rows(arranged, self.layout.qkv(ungated)), self.dtype)
         if separate_gate:  # its projection has no bias
             bias = F.pad(bias, (0, gate_size(self.layout.attention(spec))))
-        return LinearLayer(prepared, bias, None, self.pool)
+        return bias
 
     def recurrent_in(
         self, prefix: str, spec: RecurrentSpec, inputs: int, has_bias: bool
@@ -240,7 +258,12 @@ class ModelWeights:
             bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
         matrix = arrange_recurrent_in(self._matrix_reader(prefix, inputs), stored, spec)
         prepared = self._prepare(select_shard(matrix, shard))
-        return LinearLayer(prepared, bias, None, self.pool)
+        adapters = None
+        if self.adapter_memory is not None:
+            adapters = self.adapter_memory.add_linear(
+                prefix, stored, recurrent_in_sizes(spec), inputs, shard, bias, spec
+            )
+        return LinearLayer(prepared, bias, None, self.pool, adapters)
 
     def outer_linear(
         self,
@@ -256,6 +279,20 @@ class ModelWeights:
         loaded_bias = self.bias(f"{name}.bias", outputs, shard) if bias else None
         prepared = self._prepare(select_shard(matrix, shard))
         return LinearLayer(prepared, loaded_bias, None, self.pool)
+
+    def adapt_outer_linear(
+        self,
+        linear: LinearLayer,
+        name: str,
+        outputs: int,
+        inputs: int,
+        shard: WeightShard = UNSHARDED,
+    ) -> LinearLayer:
+        """Let adapters change a linear layer outside of the decoder layers."""
+        if self.adapter_memory is None:
+            return linear
+        adapters = self.adapter_memory.add_linear("", name, (outputs,), inputs, shard, linear.bias)
+        return replace(linear, adapters=adapters)
 
     def experts(
         self,

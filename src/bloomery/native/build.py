@@ -28,6 +28,7 @@ SOURCES = (
     "pack.c",
     "row_ops.c",
     "experts.c",
+    "lora.c",
     "attention.c",
     "sample.c",
     "collectives.c",

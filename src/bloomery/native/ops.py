@@ -392,6 +392,143 @@ def gather_rows(pool: ThreadPool, matrix: NativeMatrix, ids: torch.Tensor) -> to
     return out
 
 
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def lora_shrink(
+    pool: ThreadPool,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    slots: torch.Tensor,
+    experts: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [rows, in] times the A of each row's slot: [rows, width], 0 in rows without an adapter.
+
+    a [slots, experts, width, in]. `slots` [tokens] and `experts` [rows] say which matrix a row
+    uses; a token has one row, or one for each of its experts. With `active` [slots], only rows of
+    active slots are written to `out`.
+    """
+    _, num_experts, width, inputs = a.shape
+    if out is None:
+        out = pool.empty((len(x), width))
+    pool.library.native_lora_shrink(
+        pool.handle,
+        data_pointer(x),
+        len(x),
+        inputs,
+        data_pointer(a),
+        a.stride(0),
+        a.stride(1),
+        data_pointer(slots),
+        data_pointer(experts),
+        num_experts,
+        len(x) // len(slots),
+        width,
+        data_pointer(active),
+        data_pointer(out),
+    )
+    return out
+
+
+def lora_expand(
+    pool: ThreadPool,
+    shrunk: torch.Tensor,
+    b: torch.Tensor,
+    parts: torch.Tensor,
+    slots: torch.Tensor,
+    y: torch.Tensor,
+    experts: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Add B times a part of each shrunk row to y [rows, out], in place.
+
+    b [slots, experts, out, rank], bias [slots, out]. `parts` [out] says which `rank` columns of
+    `shrunk` [rows, parts * rank] an output reads.
+    """
+    _, num_experts, outputs, rank = b.shape
+    pool.library.native_lora_expand(
+        pool.handle,
+        data_pointer(shrunk),
+        len(shrunk),
+        shrunk.shape[1],
+        data_pointer(b),
+        b.stride(0),
+        b.stride(1),
+        data_pointer(slots),
+        data_pointer(experts),
+        num_experts,
+        len(shrunk) // len(slots),
+        rank,
+        outputs,
+        data_pointer(parts),
+        data_pointer(bias),
+        0 if bias is None else bias.stride(0),
+        data_pointer(y),
+    )
+
+
+def lora_lookup(
+    pool: ThreadPool,
+    ids: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    first_id: int,
+    out: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Look up token ids [rows] in the table of each row's slot: [rows, width].
+
+    tables [slots, ids, width] hold the ids from `first_id` on; other ids and rows without an
+    adapter give 0. With `active` [slots], only rows of active slots are written to `out`.
+    """
+    _, num_ids, width = tables.shape
+    if out is None:
+        out = pool.empty((len(ids), width))
+    pool.library.native_lora_lookup(
+        pool.handle,
+        data_pointer(ids),
+        len(ids),
+        data_pointer(tables),
+        tables.stride(0),
+        data_pointer(slots),
+        data_pointer(active),
+        first_id,
+        first_id + num_ids,
+        width,
+        data_pointer(out),
+    )
+    return out
+
+
+def pair_inputs(
+    pool: ThreadPool,
+    x: torch.Tensor,
+    num_pairs: int,
+    order: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the row of x [rows, width] of each (token, choice) pair: [pairs, width].
+
+    The results are in the order of the pairs, or in `order`, as sort_pairs returns it. `weights`
+    [pairs] multiply them.
+    """
+    rows, width = x.shape
+    out = pool.empty((num_pairs, width))
+    pool.library.native_pair_inputs(
+        pool.handle,
+        data_pointer(x),
+        data_pointer(order),
+        num_pairs,
+        num_pairs // rows,
+        width,
+        data_pointer(weights),
+        data_pointer(out),
+    )
+    return out
+
+
 # ---- rows of activations -------------------------------------------------------------------------
 
 

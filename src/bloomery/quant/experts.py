@@ -7,23 +7,33 @@ routed to are dequantized during the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from bloomery.kernels.activation import apply_activation
 from bloomery.kernels.moe import (
     ExpertOptions,
     ExpertsFusion,
     SharedOutput,
     fused_experts,
     fused_experts_reference,
+    pair_products,
+    pair_products_reference,
+    sum_pairs,
 )
 from bloomery.kernels.packed import PackedWeight
-from bloomery.kernels.packed_moe import packed_fused_experts, supports_packed_experts
+from bloomery.kernels.packed_moe import (
+    packed_fused_experts,
+    packed_pair_products,
+    supports_packed_experts,
+)
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.dense import MAX_NATIVE_TOKENS, DenseWeight
+from bloomery.quant.lora import LinearAdapters
 from bloomery.quant.native import NativeWeight
 from bloomery.quant.quantized_weight import (
     QuantizedWeight,
@@ -63,6 +73,13 @@ class QuantizedExperts:
         return matrices.unflatten(0, (-1, self.rows_per_expert))
 
 
+class ExpertAdapters(NamedTuple):
+    """The LoRA adapters of all experts of a block."""
+
+    up: LinearAdapters
+    down: LinearAdapters
+
+
 @dataclass(frozen=True)
 class ExpertStack:
     """The experts of a block, with weights of any format."""
@@ -71,6 +88,7 @@ class ExpertStack:
     up: PreparedWeight  # [experts * (gate | up), hidden]
     down: PreparedWeight  # [experts * hidden, intermediate]
     options: ExpertOptions = ExpertOptions()  # noqa: RUF009 (it is immutable)
+    adapters: ExpertAdapters | None = None
 
 
 def run_experts(
@@ -86,6 +104,8 @@ def run_experts(
     expert_ids and expert_weights: [tokens, top_k]; ids outside of 0:num_experts add nothing
     fusion: what is computed together with the experts
     """
+    if experts.adapters is not None and experts.adapters.up.is_active:
+        return run_adapted_experts(x, expert_ids, expert_weights, experts, experts.adapters, fusion)
     native = find_native_experts(x, experts, fusion)
     if native is not None:
         return run_native_experts(native, x, expert_ids, expert_weights, experts, fusion.shared)
@@ -183,6 +203,98 @@ def run_native_experts(
     top_k = expert_ids.shape[1]
     h = ops.expert_linear(pool, up, x, up_bias, order, starts, top_k, activation, input_weights)
     y = ops.expert_linear(pool, down, h, down_bias, order, starts, top_k, None)
+    shared_output, gate_logits = shared or (None, None)
+    return ops.sum_experts(
+        pool, y, expert_ids, output_weights, num_experts, shared_output, gate_logits
+    )
+
+
+def run_adapted_experts(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    experts: ExpertStack,
+    adapters: ExpertAdapters,
+    fusion: ExpertsFusion,
+) -> torch.Tensor:
+    """Run the experts with the adapters of each token.
+
+    An adapter adds to each of the two products, so these end in memory before the activation and
+    before the weighted sum.
+    """
+    native = find_native_experts(x, experts, fusion)
+    if native is not None:
+        return run_adapted_native_experts(
+            native, x, expert_ids, expert_weights, experts, adapters, fusion.shared
+        )
+    x, fusion = fusion.apply_prologue(x)
+    activation, up_bias, down_bias, weights_input = experts.options
+    top_k = expert_ids.shape[1]
+    pair_input = x.repeat_interleave(top_k, 0)
+    if weights_input:
+        pair_input = (pair_input * expert_weights.flatten()[:, None]).to(x.dtype)
+    multiply = partial(multiply_pairs, expert_ids=expert_ids, num_experts=experts.num_experts)
+    h = multiply(experts.up, pair_input, up_bias)
+    h = apply_activation(adapters.up.add(pair_input, h, None, expert_ids), activation)
+    y = adapters.down.add(h, multiply(experts.down, h, down_bias), None, expert_ids)
+    return sum_pairs(
+        y, expert_ids, None if weights_input else expert_weights, experts.num_experts, x, fusion
+    )
+
+
+def multiply_pairs(
+    weight: PreparedWeight,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    num_experts: int,
+) -> torch.Tensor:
+    """Multiply the row of every (token, choice) pair by the matrix of its expert.
+
+    weight [experts * out, in], x [pairs, in], bias [experts, out] -> [pairs, out]. Rows of pairs
+    without an expert are not defined.
+    """
+    if x.is_cuda:
+        packed = find_packed(weight, x.dtype)
+        if packed is not None:
+            return packed_pair_products(x, expert_ids, packed, bias, num_experts)
+        if isinstance(weight, DenseWeight):
+            matrices = weight.weight.unflatten(0, (num_experts, -1))
+        else:
+            matrices = QuantizedExperts(weight, num_experts).dequantize_all()
+        return pair_products(x, expert_ids, matrices, bias)
+    stack: Any = QuantizedExperts(weight, num_experts)  # the reference indexes one after another
+    return pair_products_reference(x, expert_ids, stack, bias)
+
+
+def run_adapted_native_experts(
+    native: NativeExperts,
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    experts: ExpertStack,
+    adapters: ExpertAdapters,
+    shared: SharedOutput | None,
+) -> torch.Tensor:
+    """Run the experts and the adapters of each token with native CPU kernels."""
+    pool, up, down = native
+    activation, up_bias, down_bias, weights_input = experts.options
+    num_experts = experts.num_experts
+    num_pairs = expert_ids.numel()
+    order, starts = ops.sort_pairs(pool, expert_ids, num_experts)
+    input_weights = expert_weights if weights_input else None
+    pair_input = ops.pair_inputs(pool, x, num_pairs, None, input_weights)
+
+    def multiply(
+        matrix: ops.NativeMatrix, inputs: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ordered = ops.pair_inputs(pool, inputs, num_pairs, order)
+        return ops.expert_linear(pool, matrix, ordered, bias, order, starts, 1, None)
+
+    h = adapters.up.add(pair_input, multiply(up, pair_input, up_bias), pool, expert_ids)
+    h = ops.activate(pool, h, activation)
+    y = adapters.down.add(h, multiply(down, h, down_bias), pool, expert_ids)
+    output_weights = None if weights_input else expert_weights
     shared_output, gate_logits = shared or (None, None)
     return ops.sum_experts(
         pool, y, expert_ids, output_weights, num_experts, shared_output, gate_logits

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.attention.base import AttentionMetadata, index_dtype
+from bloomery.kernels.lora import AdapterBatch
 from bloomery.kernels.state_cache import RecurrentMetadata
 from bloomery.parallel.groups import DeviceMesh
 from bloomery.runtime.runner import ModelForward
@@ -46,6 +47,7 @@ class BatchInvariantForward:
         layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
         states: Sequence[RecurrentMetadata] = (),
+        adapter_slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert not states, "the worker refuses recurrent layers in deterministic mode"
         num_tokens = len(token_ids)
@@ -78,21 +80,39 @@ class BatchInvariantForward:
                 )
             ]
             padded_ids = self._pad_tile(token_ids[part], 0)
-            hidden = self.forward.hidden_states(padded_ids, tiles)
+            slots = None if adapter_slots is None else self._pad_tile(adapter_slots[part], -1)
+            hidden = self.forward.hidden_states(padded_ids, tiles, None, (), slots)
             outputs.append(hidden[: len(part)])
         hidden = outputs[0]
         if len(outputs) > 1:
             shape = num_tokens, hidden.shape[1]
             hidden = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
             hidden.index_copy_(0, order, torch.cat(outputs))
+        if adapter_slots is not None:
+            batch = self._adapter_batch()
+            batch.begin(adapter_slots)
+            batch.select(output_indices)
         return hidden if output_indices is None else hidden[output_indices]
 
     def compute_logits(self, hidden: torch.Tensor, as_float32: bool = True) -> torch.Tensor:
         parts = []
-        for part in hidden.split(self.tile_size):
+        slots = None if self.forward.decoder.adapter_memory is None else self._adapter_batch().slots
+        for first in range(0, len(hidden), self.tile_size):
+            part = hidden[first : first + self.tile_size]
+            if slots is not None:
+                tile_slots = slots[first : first + self.tile_size]
+                self._adapter_batch().begin(self._pad_tile(tile_slots, -1))
             logits = self.forward.compute_logits(self._pad_tile(part, 0), as_float32)
             parts.append(logits[: len(part)])
+        if slots is not None:
+            self._adapter_batch().begin(slots)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _adapter_batch(self) -> AdapterBatch:
+        """The adapter slots of the current rows; only for models that take adapters."""
+        memory = self.forward.decoder.adapter_memory
+        assert memory is not None
+        return memory.batch
 
     def is_place_invariant(self, vocab_size: int) -> bool:
         """Whether equal inputs give equal results wherever in a tile they stand."""

@@ -37,6 +37,11 @@ class RequestRow:
     pooled_sum: torch.Tensor | None = None  # [hidden] for mean pooling, see pooling.py
 
     @property
+    def adapter_slot(self) -> int:
+        """The device slot of its LoRA adapter, counted from 0 as the kernels do; -1: none."""
+        return self.request.lora_slot - 1
+
+    @property
     def wants_only_tokens(self) -> bool:
         """Whether the request wants neither prompt log-probabilities nor an embedding."""
         return self.request.pooling is None and self.request.sampling.prompt_logprobs is None
@@ -67,6 +72,8 @@ class BatchOrder:
     row_indices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of `rows`
     # Likeliest tokens to report for each row; empty if no row wants log-probabilities.
     num_logprobs: tuple[int | None, ...] = ()
+    # The device slot of each row's LoRA adapter, -1: none; None if no row has one.
+    adapter_slots: np.ndarray | None = None
 
 
 EMPTY_ORDER = BatchOrder()
@@ -171,12 +178,14 @@ class RequestRows:
             samplings = [row.request.sampling for row in rows]
             num_logprobs = tuple([sampling.logprobs for sampling in samplings])
             wants_logprobs = any(count is not None for count in num_logprobs)
+            adapter_slots = np.array([row.adapter_slot for row in rows], np.int32)
             self.decode_order = BatchOrder(
                 sequences=sequences,
                 step_indices=tuple(indices),
                 rows=rows,
                 row_indices=np.array([row.index for row in rows], np.int32),
                 num_logprobs=num_logprobs if wants_logprobs else (),
+                adapter_slots=adapter_slots if (adapter_slots >= 0).any() else None,
             )
         return self.decode_order
 

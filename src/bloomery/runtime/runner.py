@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from bloomery.attention.base import (
@@ -71,11 +72,13 @@ class ForwardPass(Protocol):
         layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
         states: Sequence[RecurrentMetadata] = (),
+        adapter_slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """token_ids [tokens] -> hidden states [tokens, hidden], or only those at the indices.
 
         `layouts` has the step's layout for each block table of the model, `states` for each table
-        of recurrent states.
+        of recurrent states. `adapter_slots` has the device slot of each token's LoRA adapter, if
+        any token has one.
         """
         ...
 
@@ -104,7 +107,10 @@ class ModelForward:
         layouts: Sequence[AttentionMetadata],
         output_indices: torch.Tensor | None = None,
         states: Sequence[RecurrentMetadata] = (),
+        adapter_slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if self.decoder.adapter_memory is not None:
+            self.decoder.adapter_memory.batch.begin(adapter_slots)
         layer_states = [
             None if place is None else LayerStates(place[0], states[place[1]])
             for place in self.states
@@ -136,6 +142,9 @@ class WorkRunner(Protocol):
     """Runs the work of a step, which reads and writes static buffers only."""
 
     def run(self, shape: StepShape, work: StepWork) -> None: ...
+    def forget_adapters(self) -> None:
+        """Drop what was captured of steps with adapters; it is captured anew when it recurs."""
+        ...
 
 
 class EagerRunner:
@@ -143,6 +152,9 @@ class EagerRunner:
 
     def run(self, shape: StepShape, work: StepWork) -> None:
         work()
+
+    def forget_adapters(self) -> None:
+        pass
 
 
 class CpuTraceRunner:
@@ -156,6 +168,9 @@ class CpuTraceRunner:
     def trace(self, shape: StepShape, work: StepWork) -> None:
         """Record a trace of the work; raises UnsupportedOperation if that is impossible."""
         self.traces[shape] = record_trace(self.pool, work, self.arena)
+
+    def forget_adapters(self) -> None:
+        self.traces = {shape: t for shape, t in self.traces.items() if not shape.has_adapters}
 
     def run(self, shape: StepShape, work: StepWork) -> None:
         if shape not in self.traces:
@@ -214,6 +229,9 @@ class CudaGraphRunner:
         if shape in self.seen_shapes:
             self.pool.pending.append((self, shape, work))
         self.seen_shapes.add(shape)
+
+    def forget_adapters(self) -> None:
+        self.graphs = {shape: g for shape, g in self.graphs.items() if not shape.has_adapters}
 
     def capture(self, shape: StepShape, work: StepWork, missing: MissingKernels) -> bool:
         """Capture the work; if it needs kernels that are not compiled yet, collect those instead.
@@ -297,7 +315,7 @@ class ModelRunner:
             self.rows.max_num_seqs, self.max_mixed_tokens, self.model.tile_size
         )
 
-    def use_cpu_traces(self) -> str | None:
+    def use_cpu_traces(self, with_adapters: bool = False) -> str | None:
         """Replay decode steps from CPU traces from now on; if impossible, return the reason."""
         pool = self.rows.pool
         if pool is None:
@@ -306,18 +324,23 @@ class ModelRunner:
         arena = TraceArena(TRACE_ARENA_BYTES + TRACE_BYTES_PER_LOGIT * max_slots * vocab_size)
         trace_runner = CpuTraceRunner(pool, arena)
         try:
-            for is_masked in (False, True):
-                shape = decode_shape(1, is_masked)
+            shapes = [decode_shape(1, is_masked) for is_masked in (False, True)]
+            if with_adapters:
+                shapes.append(decode_shape(1, has_adapters=True))
+            for shape in shapes:
                 trace_runner.trace(shape, partial(self._compute, shape))
         except UnsupportedOperation as reason:
             return str(reason)
         self.work_runner = trace_runner
         return None
 
-    def list_captured_shapes(self, with_masked: bool = True) -> list[StepShape]:
+    def list_captured_shapes(
+        self, with_masked: bool = True, with_adapters: bool = False
+    ) -> list[StepShape]:
         """The steps to capture before the first request; the largest comes first.
 
         `with_masked`: also decode steps that end with logits, for requests with grammars.
+        `with_adapters`: also steps of requests with LoRA adapters.
         """
         if self.graph_runner is None:
             return []
@@ -328,6 +351,11 @@ class ModelRunner:
         if with_masked:
             shapes += self.sizes.decode_shapes(is_masked=True)
             shapes += self.sizes.sampling_shapes()
+        if with_adapters:
+            shapes += self.sizes.decode_shapes(has_adapters=True)
+            if self.mixed_steps:
+                mixed = self.sizes.mixed_shapes()
+                shapes += [shape._replace(has_adapters=True) for shape in mixed]
         return shapes
 
     def release_incomplete_graphs(self) -> None:
@@ -354,8 +382,11 @@ class ModelRunner:
         self.rows.upload_new_blocks()
         is_resident = self.resident_shape.is_masked == is_masked
         if order is not self.resident_order or not is_resident:
-            shape = self.sizes.pad_decode(len(order.rows), is_masked)
+            slots = order.adapter_slots
+            shape = self.sizes.pad_decode(len(order.rows), is_masked, slots is not None)
             self.buffers.write_decodes(order.row_indices, shape)
+            if slots is not None:
+                self.buffers.write_adapters(slots, shape)
             self.resident_order = order
             self.resident_shape = shape
             self.resident_work = partial(self._compute, shape)
@@ -396,10 +427,15 @@ class ModelRunner:
         self.rows.upload_new_blocks()
         num_decodes = len(order.rows)
         num_tokens = num_decodes + sum(scheduled.count for scheduled, _ in chunks)
-        shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, is_masked)
+        slots = list_adapter_slots(order, chunks)
+        shape = self.sizes.pad_mixed(
+            num_decodes, num_tokens, max_position, is_masked, slots is not None
+        )
         self.num_padding = shape.num_tokens - num_tokens
         self.num_masked_slots = shape.num_sequences
         self.buffers.write_mixed(order.row_indices, chunks, shape)
+        if slots is not None:
+            self.buffers.write_adapters(slots, shape)
         self.work_runner.run(shape, partial(self._compute, shape))
         sampled = tuple([pair for pair in chunks if pair[0].samples])
         return MixedStep(num_decodes, shape.num_decodes, sampled)
@@ -416,7 +452,11 @@ class ModelRunner:
 
     def _hidden_states(self, batch: StepBatch) -> torch.Tensor:
         return self.model.hidden_states(
-            batch.token_ids, batch.layouts, batch.output_indices, batch.states
+            batch.token_ids,
+            batch.layouts,
+            batch.output_indices,
+            batch.states,
+            batch.adapter_slots,
         )
 
     def _compute(self, shape: StepShape) -> None:
@@ -448,3 +488,15 @@ class ModelRunner:
         tokens = self.sample_tokens(logits, rows, seq_lens, is_masked).tokens
         state = self.rows
         advance_rows(rows, tokens, seq_lens, state.last_tokens, state.positions, state.pool)
+
+
+def list_adapter_slots(order: BatchOrder, chunks: Sequence[PlacedRequest]) -> np.ndarray | None:
+    """Return the adapter slot of each token of a mixed step; None if no token has one."""
+    decodes = order.adapter_slots
+    if decodes is None:
+        if all(row.adapter_slot < 0 for _, row in chunks):
+            return None
+        decodes = np.full(len(order.rows), -1, np.int32)
+    slots = np.array([row.adapter_slot for _, row in chunks], np.int32)
+    counts = [scheduled.count for scheduled, _ in chunks]
+    return np.concatenate((decodes, slots.repeat(counts)))

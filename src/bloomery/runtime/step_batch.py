@@ -64,6 +64,8 @@ class StepBatch(NamedTuple):
     output_indices: torch.Tensor | None = None
     # Self-feeding steps: the row that each sequence samples for [sequences], perhaps padding.
     sampling_rows: torch.Tensor | None = None
+    # The device slot of each token's LoRA adapter [tokens], -1: none; None: no token has one.
+    adapter_slots: torch.Tensor | None = None
     # Host-built steps: all requests, those that sample, and the positions they sample at [n].
     requests: tuple[BatchedRequest, ...] = ()
     sampled_requests: tuple[BatchedRequest, ...] = ()
@@ -111,6 +113,10 @@ def build_host_batch(
     ]
     sampled_positions = [index for request in sampled for index in request.sample_range]
     sample_indices = upload(sampled_positions or [0], device)
+    adapter_slots = None
+    if any(row.adapter_slot >= 0 for _, row in placed):
+        slots = np.array([row.adapter_slot for _, row in placed], np.int32).repeat(query_lens)
+        adapter_slots = upload(torch.from_numpy(slots), device, torch.int32)
     all_outputs = len(sample_indices) == len(ids) or not all(
         request.row.wants_only_tokens for request in requests
     )
@@ -118,6 +124,7 @@ def build_host_batch(
         token_ids=ids,
         layouts=layouts,
         output_indices=None if all_outputs else sample_indices,
+        adapter_slots=adapter_slots,
         requests=tuple(requests),
         sampled_requests=tuple(sampled),
         sample_indices=sample_indices,
@@ -154,6 +161,7 @@ class StepShape(NamedTuple):
     num_prefills: int = 0  # prefill slots: 0 or NUM_PREFILL_SLOTS
     decodes_as_prefills: bool = False  # attention treats decodes as prefills of one position
     is_masked: bool = False  # the step ends with logits, and samples when it has its masks
+    has_adapters: bool = False  # some tokens have a LoRA adapter; other steps do not pay for them
 
     @property
     def num_sequences(self) -> int:
@@ -161,16 +169,24 @@ class StepShape(NamedTuple):
         return self.num_decodes + self.num_prefills
 
 
-def decode_shape(num_decodes: int, is_masked: bool = False) -> StepShape:
+def decode_shape(
+    num_decodes: int, is_masked: bool = False, has_adapters: bool = False
+) -> StepShape:
     """The shape of a step without prefill chunks."""
-    return StepShape(num_decodes, num_decodes, is_masked=is_masked)
+    return StepShape(num_decodes, num_decodes, is_masked=is_masked, has_adapters=has_adapters)
 
 
 def mixed_shape(
-    num_decodes: int, num_tokens: int, decodes_as_prefills: bool, is_masked: bool = False
+    num_decodes: int,
+    num_tokens: int,
+    decodes_as_prefills: bool,
+    is_masked: bool = False,
+    has_adapters: bool = False,
 ) -> StepShape:
     """The shape of a step with prefill chunks."""
-    return StepShape(num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, is_masked)
+    return StepShape(
+        num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, is_masked, has_adapters
+    )
 
 
 def sampling_shape(num_slots: int) -> StepShape:
@@ -210,10 +226,10 @@ class CaptureSizes:
             mixed_tokens=[*tokens, max_mixed_tokens],
         )
 
-    def decode_shapes(self, is_masked: bool = False) -> list[StepShape]:
+    def decode_shapes(self, is_masked: bool = False, has_adapters: bool = False) -> list[StepShape]:
         """Decode steps to capture at the start: the largest first, then the others ascending."""
         sizes = [*self.decodes[-1:], *self.decodes[:-1]]
-        return [decode_shape(size, is_masked) for size in sizes]
+        return [decode_shape(size, is_masked, has_adapters) for size in sizes]
 
     def mixed_shapes(self) -> list[StepShape]:
         """Mixed steps to capture at the start: all that leave room for a prefill token.
@@ -240,18 +256,26 @@ class CaptureSizes:
         mixed_slots = [slots + NUM_PREFILL_SLOTS for slots in self.mixed_decodes]
         return [sampling_shape(size) for size in sorted({*self.decodes, *mixed_slots})]
 
-    def pad_decode(self, num_decodes: int, is_masked: bool = False) -> StepShape:
+    def pad_decode(
+        self, num_decodes: int, is_masked: bool = False, has_adapters: bool = False
+    ) -> StepShape:
         """The shape of a decode step of that many rows."""
-        return decode_shape(round_up(num_decodes, self.decodes), is_masked)
+        return decode_shape(round_up(num_decodes, self.decodes), is_masked, has_adapters)
 
     def pad_mixed(
-        self, num_decodes: int, num_tokens: int, max_position: int, is_masked: bool = False
+        self,
+        num_decodes: int,
+        num_tokens: int,
+        max_position: int,
+        is_masked: bool = False,
+        has_adapters: bool = False,
     ) -> StepShape:
         """The shape of a mixed step whose decodes are at positions up to `max_position`."""
         slots = round_up(num_decodes, self.mixed_decodes)
         few_decodes = slots <= MIXED_DECODE_SLOTS[0]
         as_prefills = few_decodes and max_position < SHORT_DECODE_POSITIONS
-        return mixed_shape(slots, round_up(num_tokens, self.mixed_tokens), as_prefills, is_masked)
+        tokens = round_up(num_tokens, self.mixed_tokens)
+        return mixed_shape(slots, tokens, as_prefills, is_masked, has_adapters)
 
 
 def round_up(count: int, sizes: Sequence[int]) -> int:
@@ -281,6 +305,10 @@ class StepBuffers:
             (packed_len,), rows.padding_row, dtype=rows.last_tokens.dtype, device=device
         )
         self.resident_slots = b""  # what `decode_rows` holds, as bytes
+        # The adapter slot of each token, in decode steps and in mixed steps.
+        self.decode_adapters = torch.full((max_slots,), -1, dtype=torch.int32, device=device)
+        num_tokens = max_slots + max_mixed_tokens
+        self.mixed_adapters = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
 
     def write_decodes(self, row_indices: np.ndarray, shape: StepShape) -> None:
         """Fill the batch slots of a decode step."""
@@ -300,8 +328,25 @@ class StepBuffers:
         uploaded = upload(torch.from_numpy(packed), self.packed.device, self.packed.dtype)
         self.packed[: len(packed)] = uploaded
 
+    def write_adapters(self, slots: np.ndarray, shape: StepShape) -> None:
+        """Fill in the adapter slot of each token; the tokens that pad the step have none."""
+        target = self.mixed_adapters if shape.num_prefills else self.decode_adapters
+        padded = np.full(shape.num_tokens, -1, np.int32)
+        padded[: len(slots)] = slots
+        uploaded = upload(torch.from_numpy(padded), target.device, torch.int32)
+        target[: shape.num_tokens] = uploaded
+
+    def adapter_slots(self, shape: StepShape) -> torch.Tensor | None:
+        """The adapter slot of each token of a step; None if no token has one."""
+        if not shape.has_adapters:
+            return None
+        slots = self.mixed_adapters if shape.num_prefills else self.decode_adapters
+        return slots[: shape.num_tokens]
+
     def write_padding(self, shape: StepShape) -> None:
         """Fill every batch slot with padding, so that running the step changes no request."""
+        if shape.has_adapters:
+            self.write_adapters(np.zeros(0, np.int32), shape)
         if shape.num_prefills:
             self.write_mixed(np.zeros(0, np.int32), (), shape)
             return
@@ -329,7 +374,14 @@ class StepBuffers:
             )
             layouts = self._layout_tables(layout, decodes.slot_mapping, decodes.block_tables)
             states = self._gather_states((sampling_rows,), layout)
-            return StepBatch(decodes.token_ids, layouts, None, sampling_rows, states=states)
+            return StepBatch(
+                decodes.token_ids,
+                layouts,
+                None,
+                sampling_rows,
+                self.adapter_slots(shape),
+                states=states,
+            )
         packed = self.packed[: packed_length(num_decodes, shape.num_tokens)]
         mixed = gather_mixed_inputs(
             packed, *state, num_decodes, shape.num_prefills, shape.num_tokens
@@ -351,7 +403,12 @@ class StepBuffers:
         chunk_rows = packed[num_decodes + shape.num_prefills :][: shape.num_prefills]
         states = self._gather_states((packed[:num_decodes], chunk_rows), layout)
         return StepBatch(
-            mixed.token_ids, layouts, mixed.sample_indices, sampling_rows, states=states
+            mixed.token_ids,
+            layouts,
+            mixed.sample_indices,
+            sampling_rows,
+            self.adapter_slots(shape),
+            states=states,
         )
 
     def _gather_states(

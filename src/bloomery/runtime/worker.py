@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,16 +24,18 @@ from bloomery.attention.base import AttentionBackend, download, upload
 from bloomery.attention.select import select_backend, tune_backend
 from bloomery.cache_groups import count_pages
 from bloomery.config import EnginePlan
-from bloomery.errors import ConfigError
+from bloomery.errors import ConfigError, InvalidRequest
 from bloomery.hardware import detect_hardware
 from bloomery.kernels.launch import MissingKernels, compile_kernels
 from bloomery.messages import (
+    AdapterInfo,
     EngineCapacity,
     SampledTokens,
     ScheduledStep,
     StepOutput,
     TokenLogprob,
 )
+from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.checkpoint import ProgressReport
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.build import NativeBuildError
@@ -73,6 +76,7 @@ from bloomery.runtime.step_batch import (
     StepBatch,
     build_host_batch,
 )
+from bloomery.runtime.worker_adapters import WorkerAdapters
 
 log = logging.getLogger("bloomery.worker")
 
@@ -109,6 +113,9 @@ class Worker:
         loaded = self._load_model(progress, report)
         self.decoder = loaded.decoder
         self._check_recurrent_layers()
+        self.adapters: WorkerAdapters | None = None
+        if loaded.adapter_reader is not None:
+            self.adapters = WorkerAdapters(loaded.adapter_reader)
         self.start_timer.end("weights")
         self.backend = self._select_attention_backend()
         self.kv_cache_dtype = self._select_kv_cache_dtype()
@@ -192,6 +199,11 @@ class Worker:
         select_layers = None
         if mesh.num_stages > 1:
             select_layers = partial(select_stage_layers, mesh=mesh)
+        adapter_memory = None
+        if plan.enable_lora:
+            adapter_memory = AdapterMemory(
+                plan.max_loras, plan.max_lora_rank, self.dtype, self.device
+            )
         return load_model(
             artifact,
             plan.load_format,
@@ -204,6 +216,7 @@ class Worker:
             keep_gguf_blocks=self.pool is not None,
             select_layers=select_layers,
             pool=self.pool,
+            adapter_memory=adapter_memory,
         )
 
     def _check_recurrent_layers(self) -> None:
@@ -340,7 +353,8 @@ class Worker:
         """Trace the smallest decode step on a CPU; returns a note for the operator, if any."""
         # Tiles of several positions cannot be traced.
         traceable = self.backend.capabilities().cpu_traceable and self.model.tile_size == 1
-        refusal = self.runner.use_cpu_traces() if traceable else None
+        with_adapters = self.adapters is not None
+        refusal = self.runner.use_cpu_traces(with_adapters) if traceable else None
         # All ranks trace or none does: ranks must use the same order of batch slots.
         self.cpu_traced = bool(self.mesh.min_over_ranks(traceable and refusal is None))
         if self.kernels_note is not None:
@@ -376,7 +390,10 @@ class Worker:
         `report` receives the progress.
         """
         # Several ranks leave out graphs of rarer steps.
-        shapes = self.runner.list_captured_shapes(with_masked=self.plan.tensor_parallel_size == 1)
+        shapes = self.runner.list_captured_shapes(
+            with_masked=self.plan.tensor_parallel_size == 1,
+            with_adapters=self.adapters is not None,
+        )
         if not shapes:
             return
         self.start_timer.end("rows")
@@ -407,6 +424,29 @@ class Worker:
         self.start_timer.end(f"{len(shapes)} CUDA graphs")
         log.info("the worker started: %s", self.start_timer)
 
+    # ---- adapters --------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        """Read a LoRA adapter into host memory while steps go on."""
+        if self.adapters is None:
+            refusal: Future[AdapterInfo] = Future()
+            reason = "the server takes no LoRA adapters; start it with --enable-lora"
+            refusal.set_exception(InvalidRequest(reason, "model"))
+            return refusal
+        return self.adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop the host copy of an adapter."""
+        if self.adapters is not None:
+            self.adapters.unload(name)
+
+    def _fill_adapter_slots(self, step: ScheduledStep) -> None:
+        """Queue the copies of the adapters that the step needs in a device slot."""
+        for slot, name in step.lora_loads:
+            assert self.adapters is not None
+            if self.adapters.fill_slot(slot - 1, name):
+                self.runner.work_runner.forget_adapters()
+
     # ---- steps -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -431,6 +471,7 @@ class Worker:
         return launched
 
     def _run_step(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]]) -> LaunchedStep:
+        self._fill_adapter_slots(step)
         chunks = self._update_rows(step)
         if step.block_copies:
             self.memory.copy_blocks(step.block_copies)
@@ -575,14 +616,30 @@ class Worker:
         if not sampled:
             return LaunchedStep([], None, prompt_reports, embeddings)
         indices = batch.sample_indices
+        rows = None
         if indices is not None and len(indices) != len(hidden):
-            hidden = hidden[indices]
-        logits = self._compute_logits(hidden)
+            rows = indices
+        logits = self._compute_logits(hidden, rows)
         return self._launch_sampling(sampled, logits, masked, prompt_reports, embeddings)
 
-    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """On a GPU in the dtype of captured steps, so that sampling kernels are compiled once."""
-        return self.model.compute_logits(hidden, as_float32=self.device.type == "cpu")
+    def _compute_logits(
+        self, hidden: torch.Tensor, rows: torch.Tensor | slice | None = None
+    ) -> torch.Tensor:
+        """Compute the logits of these rows of a forward pass; None: of all of them.
+
+        On a GPU in the dtype of captured steps, so that sampling kernels are compiled once.
+        """
+        as_float32 = self.device.type == "cpu"
+        if rows is None:
+            return self.model.compute_logits(hidden, as_float32)
+        if self.decoder.adapter_memory is None:
+            return self.model.compute_logits(hidden[rows], as_float32)
+        batch = self.decoder.adapter_memory.batch
+        slots = batch.slots
+        batch.select(rows)
+        logits = self.model.compute_logits(hidden[rows], as_float32)
+        batch.begin(slots)
+        return logits
 
     def _pool_embeddings(self, batch: StepBatch, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         """Return the embeddings of the prompts that end in this step, by sequence."""
@@ -636,7 +693,7 @@ class Worker:
         reports = []
         for first in range(start, end, LOGITS_CHUNK):
             stop = min(first + LOGITS_CHUNK, end)
-            logits = self._compute_logits(hidden[offset + first : offset + stop])
+            logits = self._compute_logits(hidden, slice(offset + first, offset + stop))
             next_tokens = new_request.tokens[first + 1 : stop + 1]
             reports.append(self.sampler.score_tokens(logits, next_tokens, num_top))
         return PromptReports(

@@ -1,0 +1,223 @@
+"""The device memory of LoRA adapters: a few slots, each of which holds one adapter.
+
+While a model is loaded, every linear layer is registered as a target that adapters may change. Then
+the memory of all slots is allocated at once. The matrices of a slot lie together, so that an
+adapter comes from host memory in a single copy. A target also says what the layer is called in
+checkpoints, which is how adapter_files.py finds its matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from bloomery.kernels.lora import AdapterBatch
+from bloomery.layout import UNSHARDED, WeightShard
+from bloomery.quant.base import PreparedWeight
+from bloomery.quant.lora import EmbeddingAdapters, LinearAdapters, TableAdapters
+from bloomery.spec import AttentionSpec, FusedTensor, RecurrentSpec, SplitTensors
+
+ALIGNMENT = 64  # values: the matrices of a slot begin at whole cache lines
+RANK_MULTIPLE = {"cpu": 8, "cuda": 16}  # ranks are padded to what the kernels compute at once
+
+
+@dataclass(frozen=True)
+class AdapterTarget:
+    """A linear layer that adapters may change, and this rank's part of it."""
+
+    prefix: str  # of the names of its decoder layer; "" outside of the decoder layers
+    stored: str | SplitTensors | FusedTensor  # its name in the checkpoint
+    parts: tuple[int, ...]  # rows of the layers that it consists of
+    inputs: int
+    shard: WeightShard
+    adapters: LinearAdapters
+    mixer: AttentionSpec | RecurrentSpec | None = None  # whose input projection it is
+    is_expert: bool = False
+    is_embedding: bool = False  # its inputs are token ids, and A is a table of them
+    bias: torch.Tensor | None = None  # this rank's part of the base model's bias
+
+
+@dataclass(frozen=True)
+class TableTarget:
+    """The token embedding or the head, which adapters may replace."""
+
+    name: str  # in the checkpoint
+    shape: tuple[int, int]  # [vocab, width], of all ranks
+    tables: TableAdapters
+    matrix: PreparedWeight  # this rank's part of the base model's table
+    has_bias: bool = False
+
+
+@dataclass
+class ConvertedAdapter:
+    """One adapter in host memory, converted for this rank: what a device slot will hold."""
+
+    values: torch.Tensor  # [values of a slot]
+    tables: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the table target
+    rank: int = 0
+    num_targets: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + sum(table.nbytes for table in self.tables.values())
+
+
+class AdapterMemory:
+    """The slots of one rank, and the targets of its part of the model."""
+
+    def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device):
+        self.num_slots = num_slots
+        self.max_rank = max_rank
+        self.dtype = dtype
+        self.device = device
+        multiple = RANK_MULTIPLE.get(device.type, 1)
+        self.padded_rank = -(-max_rank // multiple) * multiple
+        self.batch = AdapterBatch()
+        self.targets: list[AdapterTarget] = []
+        self.embeddings: list[EmbeddingAdapters] = []
+        self.tables: list[TableTarget] = []
+        self.memory = torch.empty(0)  # [slots, values of a slot]
+
+    # ---- registration, while the model is loaded ----
+
+    def add_linear(
+        self,
+        prefix: str,
+        stored: str | SplitTensors | FusedTensor,
+        parts: Sequence[int],
+        inputs: int,
+        shard: WeightShard = UNSHARDED,
+        bias: torch.Tensor | None = None,
+        mixer: AttentionSpec | RecurrentSpec | None = None,
+        num_experts: int | None = None,
+    ) -> LinearAdapters:
+        """Register a linear layer, or with `num_experts` the matrices of all experts of a block."""
+        row_parts = select_row_parts(parts, shard)
+        own_inputs = inputs if shard.cols is None else shard.cols[1] - shard.cols[0]
+        adapters = LinearAdapters(self.batch, own_inputs, row_parts, num_experts or 1)
+        target = AdapterTarget(
+            prefix,
+            stored,
+            tuple(parts),
+            inputs,
+            shard,
+            adapters,
+            mixer,
+            is_expert=num_experts is not None,
+            bias=bias,
+        )
+        self.targets.append(target)
+        return adapters
+
+    def add_embedding(
+        self, name: str, vocab: int, width: int, first_id: int, end_id: int, matrix: PreparedWeight
+    ) -> EmbeddingAdapters:
+        """Register the token embedding; this rank has the ids from first_id to end_id."""
+        num_ids = end_id - first_id
+        embedding = EmbeddingAdapters(self.batch, first_id, num_ids, width)
+        shard = WeightShard(cols=(first_id, end_id))
+        self.targets.append(
+            AdapterTarget("", name, (width,), vocab, shard, embedding.linear, is_embedding=True)
+        )
+        self.embeddings.append(embedding)
+        self.tables.append(TableTarget(name, (vocab, width), embedding.tables, matrix))
+        return embedding
+
+    def add_head(
+        self,
+        name: str,
+        vocab: int,
+        width: int,
+        first_id: int,
+        end_id: int,
+        matrix: PreparedWeight,
+        has_bias: bool,
+    ) -> TableAdapters:
+        """Register the head as a table; its low-rank adapters are those of a linear layer."""
+        tables = TableAdapters(self.batch, first_id, end_id - first_id, width)
+        self.tables.append(TableTarget(name, (vocab, width), tables, matrix, has_bias))
+        return tables
+
+    # ---- memory ----
+
+    def allocate(self) -> None:
+        """Allocate the memory of all slots, once every target is known."""
+        self.memory = torch.zeros(
+            self.num_slots, self.slot_size(), dtype=self.dtype, device=self.device
+        )
+        for target, matrices in zip(self.targets, self.split_slots(self.memory)):
+            target.adapters.bind(*matrices)
+        for embedding in self.embeddings:
+            low_rank = embedding.linear.matrices
+            assert low_rank is not None
+            embedding.lookup = view_lookup(low_rank.a)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def slot_size(self) -> int:
+        """The number of values in one slot."""
+        return sum(
+            align(prod(shape))
+            for target in self.targets
+            for shape in target.adapters.shapes(self.padded_rank)
+        )
+
+    def split_slots(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return views of A, B and bias of each target, for memory [..., values of a slot]."""
+        views = []
+        first = 0
+        for target in self.targets:
+            matrices = []
+            for shape in target.adapters.shapes(self.padded_rank):
+                part = memory[..., first : first + prod(shape)]
+                matrices.append(part.unflatten(-1, shape))
+                first += align(prod(shape))
+            views.append(tuple(matrices))
+        return views
+
+    def load(self, slot: int, adapter: ConvertedAdapter) -> bool:
+        """Copy an adapter into a slot, before anything that is queued later.
+
+        Returns whether tables were allocated for it, which steps that were captured do not know.
+        """
+        self.memory[slot].copy_(adapter.values, non_blocking=True)
+        is_first = False
+        for index, target in enumerate(self.tables):
+            tables = target.tables
+            table = adapter.tables.get(index)
+            if table is not None:
+                if tables.tables is None:
+                    tables.allocate(self.num_slots, self.dtype, self.device)
+                    is_first = True
+                assert tables.tables is not None
+                tables.tables[slot].copy_(table, non_blocking=True)
+            if tables.active is not None:
+                tables.active[slot] = int(table is not None)
+        return is_first
+
+
+def align(count: int) -> int:
+    """Round a number of values up to a whole cache line."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def select_row_parts(parts: Sequence[int], shard: WeightShard) -> list[int]:
+    """Return the part of each row of a shard."""
+    rows = [part for part, size in enumerate(parts) for _ in range(size)]
+    if shard.rows is None:
+        return rows
+    return [part for start, end in shard.rows for part in rows[start:end]]
+
+
+def view_lookup(a: torch.Tensor) -> torch.Tensor:
+    """View the A of an embedding, [slots, 1, rank, ids], as the table [slots, ids, rank].
+
+    It is stored as that table, so that the values of one token lie together.
+    """
+    slots, _, rank, num_ids = a.shape
+    return a.as_strided((slots, num_ids, rank), (a.stride(0), rank, 1))

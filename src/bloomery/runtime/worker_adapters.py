@@ -1,0 +1,61 @@
+"""The LoRA adapters in a rank's host memory, and the thread that reads them.
+
+Steps go on while an adapter is read and converted. A device slot gets its adapter from here, in one
+copy that is queued before the step that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from bloomery.errors import InvalidRequest
+from bloomery.messages import AdapterInfo
+from bloomery.models.adapter_files import AdapterReader
+from bloomery.models.adapter_memory import ConvertedAdapter
+
+log = logging.getLogger("bloomery.adapters")
+
+
+class WorkerAdapters:
+    """Adapters by name, converted for this rank's part of the model."""
+
+    def __init__(self, reader: AdapterReader):
+        self.reader = reader
+        self.adapters: dict[str, ConvertedAdapter] = {}
+        self.lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+
+    def load(self, name: str, path: str) -> Future[AdapterInfo]:
+        """Read an adapter on the thread; the exception is InvalidRequest if it cannot be used."""
+        return self.thread.submit(self._read, name, path)
+
+    def _read(self, name: str, path: str) -> AdapterInfo:
+        try:
+            adapter = self.reader.read(path)
+        except InvalidRequest:
+            raise
+        except Exception as error:
+            log.exception("adapter %s could not be read", name)
+            raise InvalidRequest(
+                f"{path}: the adapter cannot be read ({error}); check its files", "model"
+            ) from error
+        with self.lock:
+            self.adapters[name] = adapter
+        return AdapterInfo(name, adapter.rank, adapter.num_bytes, adapter.num_targets)
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. The copy into a slot that is under way still ends."""
+        with self.lock:
+            self.adapters.pop(name, None)
+
+    def fill_slot(self, slot: int, name: str) -> bool:
+        """Copy an adapter into a device slot, counted from 0.
+
+        Returns whether steps with adapters must be captured anew, because it is the first one with
+        an embedding or a head of its own.
+        """
+        with self.lock:
+            adapter = self.adapters[name]
+        return self.reader.memory.load(slot, adapter)

@@ -1,0 +1,154 @@
+"""LoRA adapters compared with PEFT, on tiny random checkpoints and random adapters.
+
+Logits of a prompt are compared, then greedy tokens of a batch in which every request has another
+adapter or none: they must be those that the request gets from PEFT alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bloomery.artifacts.locate import locate_model
+from bloomery.models.adapter_memory import AdapterMemory
+from bloomery.models.load import LoadedModel, load_model
+from bloomery.native.thread_pool import ThreadPool
+from tests.parity.adapters import (
+    RANK,
+    adapted_request,
+    build_adapter_loop,
+    greedy_tokens,
+    save_adapter,
+)
+from tests.parity.cases import CASES, VOCAB, make_checkpoint
+from tests.parity.serve import build_plan, decoder_logits, output_token_ids, run_requests
+
+CPU = torch.device("cpu")
+# Layers separate, fused and grouped by head, transposed, tied, with biases, experts in a stack.
+FAMILIES = ("llama", "bloom", "falcon-40b", "gpt2", "gemma2", "phi3", "opt", "mixtral", "laguna")
+REPLACED = (
+    ("gemma", {"targets": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]}),
+    ("llama", {"targets": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    ("llama", {"targets": ["q_proj", "embed_tokens", "lm_head"]}),
+    ("qwen2", {"targets": ["q_proj", "v_proj"], "bias": "all"}),
+    (
+        "qwen2",
+        {
+            "targets": r".*\.self_attn\.(q|k)_proj",
+            "bias": "lora_only",
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"layers.1.self_attn.k_proj": 32},
+        },
+    ),
+    ("llama", {"targets": ["q_proj", "down_proj"], "layers_to_transform": [0, 2]}),
+    (
+        "mixtral",
+        {
+            "targets": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+)
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def load_with_slots(folder: Path, pool: ThreadPool | None = None) -> LoadedModel:
+    memory = AdapterMemory(2, 2 * RANK, torch.float32, CPU)
+    return load_model(
+        locate_model(str(folder)), "auto", torch.float32, CPU, pool=pool, adapter_memory=memory
+    )
+
+
+def adapter_logits(loaded: LoadedModel, adapter: Path, tokens: list[int]) -> torch.Tensor:
+    """Return the logits of a prompt whose adapter is in the second slot."""
+    reader = loaded.adapter_reader
+    assert reader is not None
+    reader.memory.load(1, reader.read(str(adapter)))
+    reader.memory.batch.begin(torch.ones(len(tokens), dtype=torch.int32))
+    logits = decoder_logits(loaded.decoder, tokens, 64)
+    reader.memory.batch.begin(None)
+    return logits
+
+
+@torch.no_grad()
+def check_logits(folder: Path, adapter: Path, adapted: Any) -> None:
+    tokens = random_tokens(24, seed=5)
+    expected = adapted(torch.tensor([tokens])).logits[0]
+    for pool in (None, ThreadPool(1)):
+        loaded = load_with_slots(folder, pool)
+        base = decoder_logits(loaded.decoder, tokens, 64)
+        actual = adapter_logits(loaded, adapter, tokens)
+        assert (actual - expected).abs().max() <= 1e-4
+        assert (base - expected).abs().max() > 0.1, "the adapter has no effect"
+
+
+def make_model(name: str, folder: Path) -> Any:
+    return make_checkpoint(next(case for case in CASES if case.name == name), folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_every_layer_equal_peft(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model")
+    adapted = save_adapter(model, tmp_path / "adapter")
+    check_logits(tmp_path / "model", tmp_path / "adapter", adapted)
+
+
+@pytest.mark.parametrize("family, config", REPLACED)
+def test_logits_of_partial_and_replaced_layers_equal_peft(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = make_model(family, tmp_path / "model")
+    adapted = save_adapter(model, tmp_path / "adapter", **config)
+    check_logits(tmp_path / "model", tmp_path / "adapter", adapted)
+
+
+OPTIONS = {
+    "enable_lora": True,
+    "max_lora_rank": 2 * RANK,
+    "max_num_batched_tokens": 24,
+    "block_size": 4,
+    "kv_cache_gib": 0.01,
+    "steps_in_flight": 2,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("cpu_kernels", [False, True])
+def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
+    family: str, cpu_kernels: bool, tmp_path: Path
+) -> None:
+    """Three adapters share two slots, and some requests have none."""
+    model = make_model(family, tmp_path / "model")
+    prompts = [random_tokens(9 + i, seed=i) for i in range(6)]
+    folders = [tmp_path / f"adapter{i}" for i in range(3)]
+    choices = [*folders, None, folders[0], folders[1]]
+    count = 8
+    expected = [greedy_tokens(model, prompts[3], count)]
+    by_folder = {}
+    for seed, folder in enumerate(folders):
+        adapted = save_adapter(model, folder, seed=seed)
+        for i, choice in enumerate(choices):
+            if choice == folder:
+                by_folder[i] = greedy_tokens(adapted, prompts[i], count)
+        model = adapted.unload()
+    plan = build_plan(
+        tmp_path / "model", 64, cpu_kernels=cpu_kernels, max_num_seqs=4, max_loras=2, **OPTIONS
+    )
+    loop = build_adapter_loop(plan)
+    requests = [
+        adapted_request(str(i), prompts[i], count, choice) for i, choice in enumerate(choices)
+    ]
+    outputs = run_requests(loop, requests)
+    for i, request in enumerate(requests):
+        errors = [output.error for output in outputs[request.id] if output.error]
+        assert not errors
+        assert output_token_ids(outputs[request.id]) == by_folder.get(i, expected[0])
+    worker = loop.executor.worker  # type: ignore[attr-defined]
+    assert worker.cpu_traced == cpu_kernels
