@@ -3,7 +3,14 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "LoRARequest",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -12,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from bloomery import sampling
 
         return getattr(sampling, name)
+    if name == "LoRARequest":
+        from bloomery.engine import adapter_catalog
+
+        return adapter_catalog.LoRARequest
     if name in ("LLM", "AsyncLLM"):
         from bloomery import llm
 

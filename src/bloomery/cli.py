@@ -213,6 +213,8 @@ def add_option_flag(group: Any, field: dataclasses.Field[Any]) -> None:
         settings["action"] = argparse.BooleanOptionalAction
     else:
         settings["metavar"] = flag_metavar(field)
+    if field.metadata["is_list"]:
+        settings |= {"action": "extend", "nargs": "+"}
     group.add_argument(*flags, **settings)
 
 
@@ -277,6 +279,8 @@ def build_config(args: argparse.Namespace, config_class: ConfigClass = EngineCon
             logging.warning(warning)
     for field in option_fields(config_class):
         value = getattr(args, field.name)
+        if isinstance(value, list):
+            value = "\n".join(value)
         if isinstance(value, str):
             value = parse_option(field, value, flag_name(field))
         if value is not None:

@@ -68,14 +68,24 @@ def option(
     choices: tuple[str, ...] | None = None,
     kind: Any = None,
     alias: str | None = None,
+    is_list: bool = False,
 ) -> Any:
     """Declare a dataclass field that is also a command-line flag and an environment variable.
 
     `group` is its heading in the help text, `kind` the type of its value, `alias` a second flag.
+    A flag with `is_list` takes several values and may be repeated; in a text they are separated by
+    commas.
     """
     if kind is None:
         kind = str if default is None else type(default)
-    metadata = {"help": help, "group": group, "choices": choices, "kind": kind, "alias": alias}
+    metadata = {
+        "help": help,
+        "group": group,
+        "choices": choices,
+        "kind": kind,
+        "alias": alias,
+        "is_list": is_list,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -308,6 +318,20 @@ class ServerConfig:
     drain_seconds: float = option(
         30.0, "how long running requests may continue after a signal to stop", "Server"
     )
+    lora_modules: str | None = option(
+        None,
+        'LoRA adapters, as NAME=PATH or {"name": ..., "path": ...}; a path is a PEFT folder, a '
+        ".gguf file or a Hub id",
+        "Server",
+        is_list=True,
+    )
+    lora_allow: str | None = option(
+        None,
+        "folders, and patterns of Hub ids such as org/*, whose LoRA adapters requests may name; "
+        "the only ones that clients may load",
+        "Server",
+        is_list=True,
+    )
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -341,10 +365,15 @@ class ServerConfig:
                 raise ConfigError(f"api_key: {path} cannot be read: {error.strerror}") from None
         return tuple(keys)
 
+    @property
+    def implies_lora(self) -> bool:
+        """Whether LoRA is on although enable_lora was not given."""
+        return bool(self.lora_modules or self.lora_allow)
+
     @staticmethod
     def split_list(text: str | None) -> tuple[str, ...]:
         """Split a comma-separated option into its non-empty entries."""
-        entries = (text or "").split(",")
+        entries = (text or "").replace("\n", ",").split(",")
         return tuple(entry.strip() for entry in entries if entry.strip())
 
 

@@ -124,7 +124,7 @@ TGI_FLAGS = (
         "env", why="the plan is always printed at start", switch=True, short="-e", variable=False
     ),
     TgiFlag("max-client-batch-size", LIMIT_PREFIX + "fan_out"),
-    TgiFlag("lora-adapters", why="there are no LoRA adapters yet; merge them into the weights"),
+    TgiFlag("lora-adapters", "lora_modules"),
     TgiFlag("usage-stats", why="nothing is ever sent anywhere"),
     TgiFlag("payload-limit", LIMIT_PREFIX + "tgi_body_bytes"),
     TgiFlag(

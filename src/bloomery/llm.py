@@ -27,8 +27,10 @@ from dataclasses import fields, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from bloomery.artifacts.locate_adapter import locate_adapter
 from bloomery.config import EngineConfig
 from bloomery.describe import build_engine_plan
+from bloomery.engine.adapter_catalog import AdapterCatalog, LoRARequest, NamedAdapter
 from bloomery.engine.background import run_in_background
 from bloomery.engine.build import build_engine
 from bloomery.engine.client import EngineClient, EngineTimeouts
@@ -62,15 +64,22 @@ ChatMessage = Mapping[str, Any]
 class RequestBuilder:
     """Turns prompts and sampling params into requests for one loaded model."""
 
-    def __init__(self, tokenizer: Tokenizer | None, capacity: EngineCapacity):
+    def __init__(
+        self, tokenizer: Tokenizer | None, capacity: EngineCapacity, enable_lora: bool = False
+    ):
         self.tokenizer = tokenizer
+        self.enable_lora = enable_lora
+        self.catalog = AdapterCatalog()
+        self.adapters: dict[LoRARequest, NamedAdapter] = {}
         self.capacity = capacity
         self.request_numbers = itertools.count()
         self.vocabulary: Future[Any] | None = None  # a TokenVocabulary, built on first use
         # What the last request had to match, and its grammar: most requests repeat it.
         self.last_grammar: tuple[StructuredOutputs | None, str] = (None, "")
 
-    def build_generation(self, prompt: Prompt, params: SamplingParams) -> RequestState:
+    def build_generation(
+        self, prompt: Prompt, params: SamplingParams, lora_request: LoRARequest | None = None
+    ) -> RequestState:
         """Return the state of a new request, which holds one EngineRequest per completion."""
         text, token_ids = self._encode_prompt(prompt)
         request_id = str(next(self.request_numbers))
@@ -85,10 +94,13 @@ class RequestBuilder:
             eos_ids=tokenizer.eos_ids if tokenizer else (),
             encode=self._encode_word if tokenizer else None,
             grammar=self._compile_grammar(params.structured_outputs),
+            **self._adapter_fields(lora_request),
         )
         return RequestState(request_id, text, params, requests, tokenizer)
 
-    def build_embedding(self, prompt: Prompt, pooling: PoolingType) -> EngineRequest:
+    def build_embedding(
+        self, prompt: Prompt, pooling: PoolingType, lora_request: LoRARequest | None = None
+    ) -> EngineRequest:
         _, token_ids = self._encode_prompt(prompt)
         return build_embedding_request(
             token_ids,
@@ -96,7 +108,26 @@ class RequestBuilder:
             id=str(next(self.request_numbers)),
             vocab_size=self.capacity.vocab,
             max_model_len=self.capacity.max_model_len,
+            **self._adapter_fields(lora_request),
         )
+
+    def _adapter_fields(self, lora_request: LoRARequest | None) -> dict[str, str]:
+        """Return the fields of an EngineRequest that name its adapter, which is found once."""
+        if lora_request is None:
+            return {}
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidRequest("lora_request must be a LoRARequest or None", "lora_request")
+        if not self.enable_lora:
+            raise InvalidRequest(
+                "lora_request needs an engine with adapters: create it with enable_lora=True",
+                "lora_request",
+            )
+        adapter = self.adapters.get(lora_request)
+        if adapter is None:
+            path = str(locate_adapter(lora_request.lora_path))
+            adapter = self.catalog.create(lora_request.lora_name, path, lora_request.lora_path)
+            self.adapters[lora_request] = adapter
+        return {"lora": adapter.engine_name, "lora_path": adapter.path}
 
     def build_chat_prompt(self, messages: Sequence[ChatMessage], **options: Any) -> Prompt:
         """Render messages with the model's chat template."""
@@ -186,6 +217,20 @@ def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
+def list_adapters(
+    lora_request: LoRARequest | Sequence[LoRARequest | None] | None, num_prompts: int
+) -> list[LoRARequest | None]:
+    """Return the adapter of each prompt."""
+    if lora_request is None or isinstance(lora_request, LoRARequest):
+        return [lora_request] * num_prompts
+    adapters = list(lora_request)
+    if len(adapters) != num_prompts:
+        raise InvalidRequest(
+            f"{num_prompts} prompts but {len(adapters)} lora_request", "lora_request"
+        )
+    return adapters
+
+
 # ---- in the caller's thread ----------------------------------------------------------------------
 
 
@@ -226,6 +271,7 @@ class StepSummary(NamedTuple):
 
     finished: set[str]  # ids of the requests that finished in the step
     num_tokens: int
+    failed: Mapping[str, str]  # errors by the id of the engine's request
 
 
 class LLM:
@@ -257,7 +303,7 @@ class LLM:
         self.capacity = self.executor.start(self.plan)
         for note in self.capacity.notes:
             log.warning(note)
-        self.request_builder = RequestBuilder(self.tokenizer, self.capacity)
+        self.request_builder = RequestBuilder(self.tokenizer, self.capacity, self.plan.enable_lora)
         load_vocabulary = self.request_builder.load_vocabulary if self.tokenizer else None
         self.loop = build_engine(
             self.plan, self.executor, self.capacity, load_vocabulary=load_vocabulary
@@ -275,12 +321,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts in one batch and return the outputs in the order of the prompts.
 
-        `sampling_params` is one object for all prompts, or one for each.
+        `sampling_params` is one object for all prompts, or one for each. So is `lora_request`, the
+        LoRA adapter; None is the base model.
         """
         prompt_list = list_prompts(prompts)
+        adapters = list_adapters(lora_request, len(prompt_list))
         if sampling_params is None:
             sampling_params = self.default_params
         if isinstance(sampling_params, SamplingParams):
@@ -293,8 +342,8 @@ class LLM:
                 "sampling_params",
             )
         requests = [
-            self.request_builder.build_generation(prompt, params)
-            for prompt, params in zip(prompt_list, params_list, strict=True)
+            self.request_builder.build_generation(prompt, params, adapter)
+            for prompt, params, adapter in zip(prompt_list, params_list, adapters, strict=True)
         ]
         for request in requests:
             self._submit(request, None)
@@ -317,6 +366,7 @@ class LLM:
         messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
@@ -327,26 +377,37 @@ class LLM:
             self.build_chat_prompt(conversation, **template_options)
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def build_chat_prompt(self, messages: Sequence[ChatMessage], **template_options: Any) -> Prompt:
         """Render a conversation with the model's chat template, for `generate` or `stream`."""
         return self.request_builder.build_chat_prompt(messages, **template_options)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingType = "mean"
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: PoolingType = "mean",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[list[float]]:
         """Return one vector of unit norm per prompt.
 
         It is the mean of the final hidden states, or the final hidden state of the last token.
         """
         builder = self.request_builder
-        requests = [builder.build_embedding(prompt, pooling) for prompt in list_prompts(prompts)]
+        prompt_list = list_prompts(prompts)
+        adapters = list_adapters(lora_request, len(prompt_list))
+        requests = [
+            builder.build_embedding(prompt, pooling, adapter)
+            for prompt, adapter in zip(prompt_list, adapters, strict=True)
+        ]
         try:
             for request in requests:
                 self.loop.add(request)
             while any(request.id not in self.embeddings for request in requests):
-                self._step()
+                failed = self._step().failed
+                for request in requests:
+                    if request.id in failed:
+                        raise RequestFailed(failed[request.id])
             return [self.embeddings[request.id] for request in requests]
         finally:
             for request in requests:
@@ -354,14 +415,17 @@ class LLM:
                 self.embeddings.pop(request.id, None)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[CompletionDelta]:
         """Yield the completion piece by piece.
 
         Closing the iterator aborts the request. Several iterators may run side by side.
         """
         params = sampling_params or self.default_params
-        request = self.request_builder.build_generation(prompt, params)
+        request = self.request_builder.build_generation(prompt, params, lora_request)
         deltas: deque[CompletionDelta] = deque()
         self._submit(request, deltas)
         try:
@@ -388,7 +452,10 @@ class LLM:
         """Run one step of the engine loop and hand out its outputs."""
         num_tokens = 0
         finished = set[str]()
+        failed = dict[str, str]()
         for output in self.loop.step():
+            if output.finish == "error":
+                failed[output.request] = output.error or "the engine could not finish this request"
             num_tokens += len(output.ids)
             if output.embedding:
                 self.embeddings[output.request] = list(output.embedding)
@@ -405,7 +472,7 @@ class LLM:
                     finished.add(entry.request.id)
             if must_abort:
                 self.loop.abort(output.request)
-        return StepSummary(finished, num_tokens)
+        return StepSummary(finished, num_tokens, failed)
 
     @defer_interrupt
     def _remove(self, request: RequestState) -> None:
@@ -544,7 +611,7 @@ class AsyncLLM:
             raise
         for note in self.capacity.notes:
             log.warning(note)
-        self.request_builder = RequestBuilder(self.tokenizer, self.capacity)
+        self.request_builder = RequestBuilder(self.tokenizer, self.capacity, self.plan.enable_lora)
 
     @property
     def default_params(self) -> SamplingParams:
@@ -557,13 +624,16 @@ class AsyncLLM:
         return self.client.stats
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[CompletionDelta]:
         """Yield the completion piece by piece; leaving the iterator aborts the request."""
         if not self.thread.is_alive():
             raise RequestFailed("the engine is closed")
         params = sampling_params or self.default_params
-        request = self.request_builder.build_generation(prompt, params)
+        request = self.request_builder.build_generation(prompt, params, lora_request)
         engine_requests = [completion.request for completion in request.completions.values()]
         outputs = OutputQueue()
         forwarding = asyncio.run_coroutine_threadsafe(

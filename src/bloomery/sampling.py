@@ -256,13 +256,16 @@ def build_requests(
     cache_salt: str = "",
     tenant: str = "",
     grammar: str = "",
+    lora: str = "",
+    lora_path: str = "",
 ) -> tuple[EngineRequest, ...]:
     """The `params.num_sequences` engine requests of one prompt.
 
     A single request has the id `id`; several have `id-0`, `id-1` and so on. `entropy` is a random
     64-bit number, used where no seed is given. `encode` turns text into ids without special tokens;
     only bad_words need it. Only the first request asks for log-probabilities of the prompt.
-    `grammar` is the compiled grammar of the answer, "" if it is free.
+    `grammar` is the compiled grammar of the answer, "" if it is free. `lora` and `lora_path` are
+    the LoRA adapter, "" for the base model.
     """
     prompt_ids = _fit_prompt(params, prompt, vocab_size, max_model_len)
     end_ids = () if params.ignore_eos else eos_ids
@@ -302,6 +305,8 @@ def build_requests(
             deadline=deadline,
             tenant=tenant,
             grammar=grammar,
+            lora=lora,
+            lora_path=lora_path,
         )
         requests.append(request)
     return tuple(requests)
@@ -316,6 +321,8 @@ def build_embedding_request(
     max_model_len: int,
     cache_salt: str = "",
     tenant: str = "",
+    lora: str = "",
+    lora_path: str = "",
 ) -> EngineRequest:
     """The engine request for the embedding of one prompt, which may fill the whole context."""
     if pooling not in get_args(PoolingType):
@@ -334,6 +341,8 @@ def build_embedding_request(
         cache_salt=cache_salt,
         tenant=tenant,
         pooling=pooling,
+        lora=lora,
+        lora_path=lora_path,
     )
 
 

@@ -24,12 +24,14 @@ import uvloop
 from starlette.types import ASGIApp
 
 from bloomery.artifacts.locate import ModelArtifact
+from bloomery.artifacts.locate_adapter import AdapterAllowList, locate_adapter
 from bloomery.cache_groups import token_capacity
 from bloomery.config import EngineConfig, EnginePlan, ServerConfig
 from bloomery.describe import build_engine_plan
+from bloomery.engine.adapter_catalog import NamedAdapter, parse_lora_modules
 from bloomery.engine.client import EngineClient, EngineTimeouts
 from bloomery.engine.replicas import ReplicaSet, plan_for_replica
-from bloomery.errors import BloomeryError, ConfigError
+from bloomery.errors import BloomeryError, ConfigError, ModelNotFound
 from bloomery.hardware import has_ample_memory, has_spare_cores
 from bloomery.ipc import ChildHandle, build_engine_command
 from bloomery.logs import (
@@ -39,6 +41,7 @@ from bloomery.logs import (
     show_load_progress,
 )
 from bloomery.recommend import recommend_model
+from bloomery.server.adapters import AdapterSettings
 from bloomery.server.app import InferenceServer, LoadingApp, create_app
 from bloomery.server.limits import ServerLimits, bounded_protocol
 from bloomery.server.service import ServerSettings
@@ -92,19 +95,21 @@ class ServerStart:
         prestarted: ChildHandle | None,
     ):
         self.config = config
+        if server_config.implies_lora:
+            self.config = replace(config, enable_lora=True)
         self.server_config = server_config
         self.log_format = log_format
         self.prestarted = prestarted
         self.limits = ServerLimits.parse(server_config.limits)
         self.keys = server_config.api_keys
         self.artifact: ModelArtifact | None = None
-        self.text_part_only = False
+        self.engine_plan: EnginePlan | None = None
 
     def plan(self) -> AnyEngineClient:
         """Locate the model, download it if need be, and create the client of its engine."""
         plan, artifact = build_engine_plan(self.config)
         self.artifact = artifact
-        self.text_part_only = plan.text_part_only
+        self.engine_plan = plan
         log_plan(plan, artifact.origin)
         timeouts = replace(
             EngineTimeouts.for_device(plan.device, self.limits.step_seconds),
@@ -118,15 +123,14 @@ class ServerStart:
     def build_app(self, client: AnyEngineClient) -> Callable[[], ASGIApp]:
         """Load the tokenizer; the returned function creates the app in the event loop."""
         artifact = self.artifact
-        assert artifact is not None, "plan() comes first"
+        plan = self.engine_plan
+        assert artifact is not None and plan is not None, "plan() comes first"
         tokenizer = load_tokenizer(artifact, self.config.chat_template)
         release_free_memory()
         if self.config.response_format:
             check_response_format(self.config.response_format)
         log_sampling_defaults(tokenizer)
-        settings = build_server_settings(
-            self.config, self.server_config, artifact, self.text_part_only
-        )
+        settings = build_server_settings(self.config, self.server_config, artifact, plan)
         if settings.demo and settings.recommended_model:
             log_recommendation(settings.recommended_model)
         traces = None
@@ -141,7 +145,7 @@ def build_server_settings(
     config: EngineConfig,
     server_config: ServerConfig,
     artifact: ModelArtifact,
-    text_part_only: bool,
+    plan: EnginePlan,
 ) -> ServerSettings:
     """Build the settings of the HTTP app. The first served model name is the main one."""
     model_names = server_config.split_list(server_config.served_model_name) or (artifact.name,)
@@ -156,7 +160,7 @@ def build_server_settings(
         cors_origins=server_config.split_list(server_config.cors_origins),
         open_metrics=server_config.open_metrics,
         revision=artifact.revision,
-        text_part_only=text_part_only,
+        text_part_only=plan.text_part_only,
         limits=ServerLimits.parse(server_config.limits),
         warm=True,
         prepare_grammars=has_ample_memory(),
@@ -164,6 +168,29 @@ def build_server_settings(
         response_format=Path(config.response_format) if config.response_format else None,
         demo=artifact.is_demo,
         recommended_model=recommendation.to_dict() if recommendation else None,
+        lora=build_adapter_settings(server_config, plan, (*model_names, artifact.name)),
+    )
+
+
+def build_adapter_settings(
+    server_config: ServerConfig, plan: EnginePlan, model_names: Sequence[str]
+) -> AdapterSettings:
+    """Find the LoRA adapters that were named at start, and download them if need be."""
+    modules = []
+    for name, source in parse_lora_modules(server_config.lora_modules or ""):
+        if name in model_names:
+            raise ConfigError(f"lora_modules: {name!r} is the name of the base model")
+        try:
+            path = locate_adapter(source)
+        except ModelNotFound as error:
+            raise ConfigError(f"lora_modules: {name}: {error}") from None
+        modules.append(NamedAdapter(name, name, str(path), source))
+    return AdapterSettings(
+        enabled=plan.enable_lora,
+        modules=tuple(modules),
+        allow_list=AdapterAllowList(server_config.split_list(server_config.lora_allow)),
+        max_loras=plan.max_loras,
+        max_cpu_loras=plan.max_cpu_loras,
     )
 
 

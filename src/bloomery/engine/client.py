@@ -11,11 +11,11 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bloomery.config import EnginePlan
 from bloomery.engine.journal import JournalEntry, RequestJournal
-from bloomery.errors import BloomeryError, RequestFailed
+from bloomery.errors import BloomeryError, InvalidRequest, RequestFailed
 from bloomery.ipc import (
     ENGINE_CODEC,
     ENGINE_COMMAND,
@@ -28,6 +28,8 @@ from bloomery.ipc import (
 )
 from bloomery.messages import (
     AbortRequest,
+    AdapterInfo,
+    AdapterRefusal,
     AdmittedRequests,
     EngineCapacity,
     EngineOutput,
@@ -35,7 +37,9 @@ from bloomery.messages import (
     EngineState,
     EngineStats,
     EngineStatus,
+    LoadAdapter,
     TokenOutput,
+    UnloadAdapter,
     add_timings,
 )
 
@@ -53,6 +57,7 @@ STALL_FACTOR = 4
 # this many seconds.
 ABORT_BLAME_SECONDS = 5.0
 WAKEUP_BATCH = 32  # readers woken in one iteration of the event loop
+MAX_LOAD_CRASHES = 2  # engine crashes after which an adapter that was to be loaded is given up
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,15 @@ class StreamListener:
         return entry
 
 
+@dataclass(eq=False)
+class PendingAdapter:
+    """An adapter that the engine was asked to load, and those who wait for the answer."""
+
+    path: str
+    waiters: list[asyncio.Future[AdapterInfo]] = field(default_factory=list)
+    num_crashes: int = 0  # of engines that had the message
+
+
 class EngineChild(ChildConnection[EngineMessage]):
     """One engine process as the client sees it, and how long it has made no progress."""
 
@@ -170,6 +184,7 @@ class EngineClient:
         self.settled = asyncio.Event()  # the engine is ready, or the client has failed or is closed
         self.failed = asyncio.Event()
         self.step_observers: list[Callable[[EngineStats, EngineStats], None]] = []
+        self.pending_adapters: dict[str, PendingAdapter] = {}  # by name
 
     # ---- for the server ----
 
@@ -261,6 +276,27 @@ class EngineClient:
         if entry is not None:
             self._abort(entry)
         return entry is not None
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Have the engine read a LoRA adapter. Raises InvalidRequest if it cannot be used.
+
+        This is a check and saves the first request the time. An engine reads any adapter that a
+        request names, so another engine after a crash needs no list of them.
+        """
+        if self.reported_status.state in ("draining", "failed", "closed"):
+            raise RequestFailed(f"the engine loads nothing: it is {self.reported_status.state}")
+        answer: asyncio.Future[AdapterInfo] = asyncio.get_running_loop().create_future()
+        pending = self.pending_adapters.setdefault(name, PendingAdapter(path))
+        pending.waiters.append(answer)
+        if len(pending.waiters) == 1 and self.child is not None and self.child.loaded:
+            self.child.send(LoadAdapter(name, path))
+        return await answer
+
+    def unload_adapter(self, name: str) -> None:
+        """Let the engine drop an adapter when the requests that use it have ended."""
+        self._answer_adapter(AdapterRefusal(name, f"the adapter {name!r} was unloaded"))
+        if self.child is not None and self.child.loaded and not self.child.lost.done():
+            self.child.send(UnloadAdapter(name))
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let open requests finish for `drain_seconds`, fail the others, and end the engine.
@@ -360,6 +396,11 @@ class EngineClient:
         now = asyncio.get_running_loop().time()
         self.last_crash_time = now
         self.journal.record_crash(now)
+        for name, pending in list(self.pending_adapters.items()):
+            pending.num_crashes += child.loaded
+            if pending.num_crashes >= MAX_LOAD_CRASHES:
+                error = f"the engine stopped {MAX_LOAD_CRASHES} times while it loaded {name!r}"
+                self._answer_adapter(AdapterRefusal(name, error))
         if child.loaded:
             self._forgive_crashes(now)
         num_crashes = self.journal.count_unexplained_crashes()
@@ -413,6 +454,8 @@ class EngineClient:
             child.idle_seconds = 0.0
             self._set_state("ready")
             self.settled.set()
+            for name, pending in self.pending_adapters.items():
+                child.send(LoadAdapter(name, pending.path))
             self._send_unsent()
         elif isinstance(message, EngineStatus):
             child.idle_seconds = 0.0
@@ -422,8 +465,21 @@ class EngineClient:
                 self._fail(message.detail)
             else:  # an engine has loaded this plan before, so another attempt may succeed
                 child.exit_reason = f"could not load: {message.detail}"
+        elif isinstance(message, AdapterInfo | AdapterRefusal):
+            self._answer_adapter(message)
         else:
             raise ProtocolError(f"a client takes no {type(message).__name__}")
+
+    def _answer_adapter(self, answer: AdapterInfo | AdapterRefusal) -> None:
+        """Tell those who asked for an adapter whether it is there."""
+        pending = self.pending_adapters.pop(answer.name, None)
+        for waiter in pending.waiters if pending is not None else ():
+            if waiter.done():
+                continue
+            if isinstance(answer, AdapterInfo):
+                waiter.set_result(answer)
+            else:
+                waiter.set_exception(InvalidRequest(answer.error, "lora_path"))
 
     def _log_recovery(self) -> None:
         seconds = asyncio.get_running_loop().time() - self.last_crash_time
@@ -439,9 +495,11 @@ class EngineClient:
             self.step_times.append(after.step_seconds - before.step_seconds)
             for observer in self.step_observers:
                 observer(before, after)
-        # A heartbeat counts as progress only if the engine has no requests. An engine that is idle
-        # although requests were sent to it has lost a message.
-        if has_progress or (child.loaded and not self._has_sent_requests()):
+        # A heartbeat counts as progress only if the engine has no requests, or all of them wait for
+        # a file. An engine that is idle although requests were sent to it has lost a message.
+        waits_for_files = 0 < after.waiting_for_adapters == after.waiting and not after.running
+        is_idle = not self._has_sent_requests() or waits_for_files
+        if has_progress or (child.loaded and is_idle):
             child.idle_seconds = 0.0
         for output in message.tokens:
             self.journal.record_output(output)
@@ -481,6 +539,8 @@ class EngineClient:
     def _fail_open_requests(self, error: str) -> None:
         for entry in list(self.journal.entries.values()):
             self.journal.finish(entry, "error", error)
+        for name in list(self.pending_adapters):
+            self._answer_adapter(AdapterRefusal(name, error))
 
     async def _wait_drained(self) -> None:
         while self.journal.entries:
@@ -503,5 +563,8 @@ def add_stats(past: EngineStats, current: EngineStats) -> EngineStats:
         sequences=past.sequences + current.sequences,
         positions=past.positions + current.positions,
         prefill_steps=past.prefill_steps + current.prefill_steps,
+        adapter_slot_loads=past.adapter_slot_loads + current.adapter_slot_loads,
+        adapter_file_loads=past.adapter_file_loads + current.adapter_file_loads,
+        adapter_evictions=past.adapter_evictions + current.adapter_evictions,
         timing=add_timings(past.timing, current.timing),
     )

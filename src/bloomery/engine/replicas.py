@@ -18,7 +18,14 @@ from bloomery.config import EnginePlan, count_physical_cores
 from bloomery.engine.client import EngineChild, EngineClient, add_stats
 from bloomery.engine.routing import PrefixAffinityRouter, RequestRouter
 from bloomery.errors import BloomeryError
-from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, EngineStatus, TokenOutput
+from bloomery.messages import (
+    AdapterInfo,
+    EngineCapacity,
+    EngineRequest,
+    EngineStats,
+    EngineStatus,
+    TokenOutput,
+)
 
 # Best state first.
 STATE_ORDER = ("ready", "stalled", "restarting", "loading", "draining", "failed", "closed")
@@ -135,6 +142,9 @@ class ReplicaSet:
                 map(sum, zip(*(stats.kv_used_by_group for stats in all_stats), strict=False))
             ),
             roofline_share=sum(shares) / len(shares) if shares else None,
+            adapter_slots=tuple(slot for stats in all_stats for slot in stats.adapter_slots),
+            adapters_in_memory=sum(stats.adapters_in_memory for stats in all_stats),
+            waiting_for_adapters=sum(stats.waiting_for_adapters for stats in all_stats),
         )
 
     @property
@@ -170,6 +180,17 @@ class ReplicaSet:
 
     def abort(self, id: str) -> bool:
         return any(client.abort(id) for client in self.clients)
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Have every engine that runs read an adapter; the others do when a request needs it."""
+        running = [client for client in self.clients if client.status.state == "ready"]
+        loads = [client.load_adapter(name, path) for client in running or self.clients]
+        infos = await asyncio.gather(*loads)
+        return infos[0]
+
+    def unload_adapter(self, name: str) -> None:
+        for client in self.clients:
+            client.unload_adapter(name)
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         for watcher in self.watchers:

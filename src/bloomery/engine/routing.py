@@ -1,9 +1,9 @@
 """The rule that sends a request to one of several engines, by prefix affinity and load.
 
-An engine that has computed the beginning of a prompt may still hold it in its prefix cache. A
-request therefore goes to the engine that knows most of its prompt, unless other engines have much
-less to do. The rule knows token ids and loads, but no engines. The server's replicas and the
-simulator use the same rule.
+An engine that has computed the beginning of a prompt may still hold it in its prefix cache, and
+the LoRA adapter of that prompt in a device slot. A request therefore goes to the engine that knows
+most of its prompt, unless other engines have much less to do. The rule knows token ids and loads,
+but no engines. The server's replicas and the simulator use the same rule.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PrefixAffinityRouter:
 
 def hash_prefix_chunks(request: EngineRequest) -> Iterator[int]:
     """Yield a hash for every full chunk of the prompt. It covers all chunks up to that one."""
-    prefix_hash = hash(request.cache_salt)
+    prefix_hash = hash((request.cache_salt, request.lora))
     last_start = len(request.prompt) - PREFIX_CHUNK_TOKENS
     for start in range(0, last_start + 1, PREFIX_CHUNK_TOKENS):
         chunk = request.prompt[start : start + PREFIX_CHUNK_TOKENS]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from bloomery.messages import EngineCapacity, EngineRequest, EngineStats, EngineStatus, TokenOutput
+from bloomery.messages import (
+    AdapterInfo,
+    EngineCapacity,
+    EngineRequest,
+    EngineStats,
+    EngineStatus,
+    TokenOutput,
+)
 
 
 class InferenceBackend(Protocol):
@@ -37,4 +44,12 @@ class InferenceBackend(Protocol):
 
     def abort(self, id: str) -> bool:
         """End one request of a stream; the others continue."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """Read a LoRA adapter into host memory; raises InvalidRequest if it cannot be used."""
+        ...
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop an adapter when the requests that use it have ended."""
         ...

@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from bloomery.engine.adapter_catalog import NamedAdapter
 from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.messages import EngineRequest, TokenOutput
 from bloomery.sampling import SamplingParams, build_requests
@@ -52,6 +53,7 @@ class GenerationInput:
     params: SamplingParams
     response: ResponsePlan | None = None  # how to parse the answer; None: all of it is content
     grammar: str = ""  # what the answer must match; empty: anything
+    adapter: NamedAdapter | None = None  # None: that of the call
 
     @classmethod
     def from_plan(cls, planned: PlannedResponse, params: SamplingParams) -> Self:
@@ -92,6 +94,7 @@ class GenerationJob:
     def _create_state(self, index: int, entry: GenerationInput) -> RequestState:
         """Build the engine requests of one prompt, and the state that collects their outputs."""
         service = self.call.service
+        adapter = entry.adapter or self.call.adapter
         try:
             requests = build_requests(
                 entry.params,
@@ -105,6 +108,8 @@ class GenerationJob:
                 cache_salt=self.call.tenant,
                 tenant=self.call.tenant,
                 grammar=entry.grammar,
+                lora=adapter.engine_name if adapter else "",
+                lora_path=adapter.path if adapter else "",
             )
         except InvalidRequest as error:
             if len(self.inputs) > 1 and error.field == "prompt":
@@ -261,7 +266,14 @@ class GenerationJob:
         timings.last_token = time.monotonic()
         reasons = [answer.finish_reason or "" for answer in self.all_answers]
         lengths = [len(answer.token_ids) for answer in self.all_answers]
-        self.call.service.metrics.observe_finish(timings, reasons, lengths)
+        metrics = self.call.service.metrics
+        metrics.observe_finish(timings, reasons, lengths)
+        for entry, generation in zip(self.inputs, self.generations, strict=True):
+            adapter = entry.adapter or self.call.adapter
+            if adapter is not None:
+                answers = generation.completions.values()
+                num_tokens = sum(len(answer.token_ids) for answer in answers)
+                metrics.observe_adapter(adapter.name, len(generation.prompt_ids), num_tokens)
         inference_seconds = max(timings.last_token - timings.started, 1e-6)
         self.call.log_fields |= {
             "prompt_tokens": self.num_prompt_tokens,

@@ -104,6 +104,13 @@ GAUGES = {
     "limit": MetricNames(
         "share of the hardware's limit reached in the last seconds", own="limit_ratio"
     ),
+    "adapters_in_memory": MetricNames(
+        "LoRA adapters in host memory", own="lora_adapters_in_memory"
+    ),
+    "waiting_for_adapters": MetricNames(
+        "requests that wait for a device slot or the file of their LoRA adapter",
+        own="lora_waiting",
+    ),
 }
 COUNTERS = {
     "prefix_queried": MetricNames(
@@ -138,5 +145,14 @@ COUNTERS = {
     "requests": MetricNames("requests to generate", own="requests", tgi="request_count"),
     "success": MetricNames(
         "requests answered in full", own="requests_succeeded", tgi="request_success"
+    ),
+    "adapter_slot_loads": MetricNames(
+        "loads of LoRA adapters into device slots", own="lora_slot_loads"
+    ),
+    "adapter_file_loads": MetricNames(
+        "LoRA adapters read from disk into host memory", own="lora_file_loads"
+    ),
+    "adapter_evictions": MetricNames(
+        "LoRA adapters that left host memory", own="lora_host_evictions"
     ),
 }

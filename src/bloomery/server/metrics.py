@@ -21,6 +21,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from bloomery import __version__
 from bloomery.cache_groups import token_capacity
 from bloomery.config import installed_torch_version
+from bloomery.engine.adapter_catalog import adapter_name_of
 from bloomery.engine.loop import break_down_time
 from bloomery.messages import CacheGroup, EngineCapacity, EngineStats
 from bloomery.server.backend import InferenceBackend
@@ -143,6 +144,12 @@ class ServerMetrics:
         self.responses: Counter[tuple[str, ...]] = Counter()  # by route and status
         self.unknown_fields: Counter[tuple[str, ...]] = Counter()  # by route
         self.perceived: Counter[tuple[str, ...]] = Counter()  # by measure and band
+        # By LoRA adapter:
+        self.adapter_requests: Counter[tuple[str, ...]] = Counter()
+        self.adapter_prompt_tokens: Counter[tuple[str, ...]] = Counter()
+        self.adapter_generated_tokens: Counter[tuple[str, ...]] = Counter()
+        self.adapter_slot_loads: Counter[tuple[str, ...]] = Counter()
+        self.adapter_slot_evictions: Counter[tuple[str, ...]] = Counter()
         self.prompt_token_rate = TokenRate()
         self.output_token_rate = TokenRate()
         methods: tuple[tuple[str, ...], ...] = (("prefill",), ("decode",))  # TGI's label
@@ -169,6 +176,8 @@ class ServerMetrics:
 
         They count as prefill steps if any of them has a prefill.
         """
+        if after.adapter_slots != before.adapter_slots:
+            self._observe_slots(before.adapter_slots, after.adapter_slots)
         num_steps = after.steps - before.steps
         num_prompts = after.prefill_steps - before.prefill_steps
         num_sequences = after.sequences - before.sequences
@@ -180,6 +189,19 @@ class ServerMetrics:
             self.step_seconds[method,].observe(seconds)
             self.histograms["step_sequences_length"].observe(num_sequences / num_steps)
             self.histograms["step_tokens_length"].observe(num_tokens)
+
+    def _observe_slots(self, before: Sequence[str], after: Sequence[str]) -> None:
+        """Count which LoRA adapters were loaded into a device slot and which ones lost theirs."""
+        for old, new in zip(before or [""] * len(after), after, strict=False):
+            if old != new:
+                self.adapter_slot_loads[adapter_name_of(new),] += bool(new)
+                self.adapter_slot_evictions[adapter_name_of(old),] += bool(old)
+
+    def observe_adapter(self, name: str, num_prompt_tokens: int, num_generated: int) -> None:
+        """Count an answered prompt of a LoRA adapter."""
+        self.adapter_requests[name,] += 1
+        self.adapter_prompt_tokens[name,] += num_prompt_tokens
+        self.adapter_generated_tokens[name,] += num_generated
 
     def observe_submit(
         self, timings: RequestTimings, lengths: Iterable[tuple[int, int]], num_answers: int
@@ -293,6 +315,13 @@ class ServerMetrics:
                 for name in _full_names(names):
                     yield self._metric(name, help_text, kind, [({}, values[key])])
         yield from self._labeled_counters()
+        slots: LabeledSamples = [
+            ({"slot": str(number), "adapter": adapter_name_of(engine_name)}, 1)
+            for number, engine_name in enumerate(self.backend.stats.adapter_slots, 1)
+            if engine_name
+        ]
+        help_text = "1 for the LoRA adapter in a device slot; slots are counted over all engines"
+        yield self._metric("bloomery_adapter_in_slot", help_text, "gauge", slots)
         build: LabeledSamples = [(self.build_info, 1)]
         yield self._metric("bloomery_build_info", "versions of this server", "gauge", build)
         if capacity := self.backend.capacity:
@@ -381,6 +410,7 @@ class ServerMetrics:
             ("vllm:request_success", "sequences by finish reason", finished),
             ("bloomery_responses", "HTTP responses", responses),
             ("bloomery_unknown_fields", "request fields that no body type declares", unknown),
+            *self._adapter_counters(),
             (
                 "bloomery_perceived_requests",
                 "requests by the band of their perceived delay",
@@ -388,6 +418,27 @@ class ServerMetrics:
             ),
         ):
             yield self._metric(name, help_text, "counter", samples)
+
+    def _adapter_counters(self) -> Iterator[tuple[str, str, LabeledSamples]]:
+        for name, help_text, counter in (
+            ("requests", "answered prompts of a LoRA adapter", self.adapter_requests),
+            ("prompt_tokens", "prompt tokens of a LoRA adapter", self.adapter_prompt_tokens),
+            (
+                "generated_tokens",
+                "generated tokens of a LoRA adapter",
+                self.adapter_generated_tokens,
+            ),
+            ("loads", "loads of a LoRA adapter into a device slot", self.adapter_slot_loads),
+            (
+                "evictions",
+                "times another LoRA adapter took the device slot",
+                self.adapter_slot_evictions,
+            ),
+        ):
+            samples = [
+                (labels, count) for labels, count in _label_samples(counter, "adapter") if count
+            ]
+            yield f"bloomery_adapter_{name}", help_text, samples
 
     def _common_labels(self, name: str) -> dict[str, str]:
         """The labels of every sample of a metric. TGI's metrics have none."""

@@ -24,9 +24,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope
 
 from bloomery import __version__
+from bloomery.engine.adapter_catalog import NamedAdapter
 from bloomery.errors import (
     GRAMMAR_TOO_COMPLEX,
     NO_TOKEN_LEFT,
+    UNUSABLE_ADAPTER,
     InvalidRequest,
     NonTextInput,
     PromptTooLong,
@@ -35,6 +37,7 @@ from bloomery.errors import (
 from bloomery.messages import EngineCapacity, EngineRequest, TokenOutput
 from bloomery.response_format import FormatLookup, ResponseFormat, ResponseParser, ToolFunction
 from bloomery.sampling import SamplingParams, StructuredOutputs
+from bloomery.server.adapters import LORA_OFF, AdapterSettings, ServedAdapters
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.conversations import ConversationStore, StoredConversation, StoredResponse
 from bloomery.server.errors import (
@@ -112,6 +115,12 @@ class ServerSettings:
     has_spare_cores: bool = False  # do so while the engine loads
     demo: bool = False  # the embedded model, which is there for a first look
     recommended_model: Mapping[str, Any] | None = None  # a better one for this machine
+    lora: AdapterSettings = field(default_factory=AdapterSettings)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the base model; the first is the main one."""
+        return (self.model, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +169,9 @@ class InferenceService:
         self.settings = settings
         self.routes = routes
         self.limits = limits
+        self.adapters = ServedAdapters(
+            backend, settings.lora, settings.model_names, bool(settings.keys)
+        )
         self.metrics = ServerMetrics(backend, settings.model)
         self.admission = AdmissionControl(limits.requests, per_key_share)
         self.measure_memory = resident_memory_bytes
@@ -193,6 +205,7 @@ class InferenceService:
         self.response_format: FormatLookup | None = None
         self._format_search: asyncio.Task[FormatLookup] | None = None
         self._grammar_preparation: asyncio.Task[None] | None = None
+        self._adapter_preload: asyncio.Task[None] | None = None
         templates = "".join(tokenizer.chat_templates.values())
         self._has_short_call_ids = SHORT_ID_CHECK.search(templates) is not None
         self._may_have_regions = (
@@ -273,6 +286,8 @@ class InferenceService:
             return overloaded_error(self.admission.retry_after(self.prompt_rate))
         if output.error in (GRAMMAR_TOO_COMPLEX, NO_TOKEN_LEFT):
             return InvalidRequest(output.error, "structured_outputs")
+        if output.error and output.error.startswith(UNUSABLE_ADAPTER):
+            return InvalidRequest(self.adapters.hide_paths(output.error), "model")
         return self.engine_error() or RequestFailed(
             output.error or "the engine ended the request without an answer"
         )
@@ -292,17 +307,18 @@ class InferenceService:
         capacity = self.capacity
         return self.limits.waiting_tokens or 8 * capacity.max_model_len * capacity.max_num_seqs
 
-    def check_model(self, name: str | None) -> None:
-        """Raise 404 for a model name that is not served here."""
-        settings = self.settings
-        if name is None or name in (settings.model, *settings.aliases, *PLACEHOLDER_MODELS):
-            return
-        message = (
-            f"the model {name[:64]!r} is not served here: this server has {settings.model!r} "
-            f"(GET /v1/models). To serve it under another name, start the server with "
-            f"--served-model-name"
-        )
-        raise HttpError(404, message, "model_not_found")
+    async def find_adapter(self, name: str | None) -> NamedAdapter | None:
+        """Return the LoRA adapter that a model name stands for, None for the base model.
+
+        Raises 404 for a name that is not served here.
+        """
+        if name is None or name in (*self.settings.model_names, *PLACEHOLDER_MODELS):
+            return None
+        adapter = await self.adapters.find(name)
+        if adapter is None:
+            message = await self.adapters.describe_unknown(name)
+            raise HttpError(404, message, "model_not_found")
+        return adapter
 
     # ---- text and token ids ------------------------------------------------------------------
 
@@ -352,6 +368,8 @@ class InferenceService:
         self._start_format_search()
         if self.settings.prepare_grammars:
             self._grammar_preparation = asyncio.create_task(self._prepare_grammars())
+        if self.settings.lora.modules:
+            self._adapter_preload = asyncio.create_task(self.adapters.preload())
 
     async def _prepare_grammars(self) -> None:
         """Get a tokenizer worker ready for grammars, once the engine no longer needs the cores."""
@@ -498,6 +516,7 @@ class HttpCall:
     path_parameters: tuple[str, ...] = ()  # the values of {parameters} in the path
     cleanup: ExitStack = field(default_factory=ExitStack)
     log_fields: dict[str, Any] = field(default_factory=dict)  # counts and times, never text
+    adapter: NamedAdapter | None = None  # the LoRA adapter it uses; None: the base model
     sampling_params: SamplingParams | None = None  # of its first prompt, once known
 
     def __post_init__(self) -> None:
@@ -512,6 +531,34 @@ class HttpCall:
     def path_parameter(self) -> str:
         """The value of the first {parameter} in the path."""
         return self.path_parameters[0]
+
+    @property
+    def model_name(self) -> str:
+        """The model that answers, under its main name: the adapter or the base model."""
+        return self.service.settings.model if self.adapter is None else self.adapter.name
+
+    async def select_model(self, name: str | None) -> None:
+        """Use the model that a body names. Raises 404 if it is not served here."""
+        self._set_adapter(await self.service.find_adapter(name))
+
+    async def select_adapter(
+        self,
+        adapter_id: str | None,
+        scales: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Use the adapter of TGI's field adapter_id or of llama.cpp's field lora."""
+        for field_name, value in (("adapter_id", adapter_id), ("lora", scales)):
+            if value and not self.service.settings.lora.enabled:
+                raise InvalidRequest(f"{field_name} is not supported: {LORA_OFF}", field_name)
+        if adapter_id:
+            await self.select_model(adapter_id)
+        elif scales:
+            self._set_adapter(await self.service.adapters.select_by_scale(scales))
+
+    def _set_adapter(self, adapter: NamedAdapter | None) -> None:
+        self.adapter = adapter
+        if adapter is not None:
+            self.log_fields["adapter"] = adapter.name
 
     async def read_json(self) -> dict[str, Any]:
         """The body's JSON object, which is read once."""

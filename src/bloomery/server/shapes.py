@@ -141,9 +141,23 @@ EMBEDDINGS: Shape = {
 MODEL: Shape = {
     "id object": "string",
     "created": "integer",
-    "owned_by": "string",
+    "owned_by root": "string",
+    "parent?": "string",
     "max_model_len": "integer?",
 }
+ADAPTER: Shape = {
+    "status lora_name lora_path": "string",
+    "rank targets bytes": "integer",
+}
+ADAPTER_LIST: Shape = [
+    {
+        "id": "integer",
+        "name path": "string",
+        "scale": "number",
+        "rank": "integer?",
+        "slots": ["integer"],
+    }
+]
 MODEL_LIST: Shape = {"object": "string", "data": [MODEL]}
 TOKEN_LIST: Shape = {
     "count max_model_len": "integer",

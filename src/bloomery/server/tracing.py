@@ -61,7 +61,7 @@ class TraceRecorder:
 
         trace_headers = {name: call.headers.get(name, "") for name in ("traceparent", "tracestate")}
         span = self.tracer.start_span(
-            f"{operation} {call.service.settings.model}",
+            f"{operation} {call.model_name}",
             self.propagator.extract(trace_headers),
             SpanKind.SERVER,
             {"gen_ai.operation.name": operation, **span_attributes(call, status)},
@@ -106,8 +106,8 @@ def span_attributes(call: HttpCall, status: int) -> dict[str, Any]:
     settings = call.service.settings
     attributes: dict[str, Any] = {
         "gen_ai.provider.name": "bloomery",
-        "gen_ai.request.model": settings.model,
-        "gen_ai.response.model": settings.model,
+        "gen_ai.request.model": call.model_name,
+        "gen_ai.response.model": call.model_name,
         "gen_ai.usage.input_tokens": log_fields.get("prompt_tokens"),
         "gen_ai.usage.cache_read.input_tokens": log_fields.get("cached_tokens"),
         "gen_ai.usage.output_tokens": log_fields.get("tokens"),

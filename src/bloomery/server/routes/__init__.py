@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bloomery.server.routes import (
+    adapters,
     chat,
     clouds,
     completions,
@@ -34,6 +35,7 @@ def build_routes(settings: ServerSettings) -> tuple[Route, ...]:
         *messages.ROUTES,
         *embeddings.ROUTES,
         *models.ROUTES,
+        *adapters.ROUTES,
         *ollama.ROUTES,
         *tokens.ROUTES,
         *status.build_status_routes(settings.open_metrics),

@@ -20,6 +20,7 @@ from bloomery.server.routes.openai import (
     openai_finish_reason,
     openai_sampling_params,
     read_structured_outputs,
+    select_openai_model,
 )
 from bloomery.server.service import (
     JSON_OR_EVENTS,
@@ -109,6 +110,7 @@ class ChatBody(GenerationBody, kw_only=True):
 async def chat_completions(call: HttpCall) -> ASGIApp:
     """Answer a conversation."""
     body = await call.read_body(ChatBody)
+    await select_openai_model(call, body)
     params = chat_sampling_params(call, body)
     permit = call.admit(params.num_sequences)
     planned = await plan_chat(call, body)

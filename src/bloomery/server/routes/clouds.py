@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -10,6 +11,7 @@ from bloomery.errors import InvalidRequest
 from bloomery.server.errors import format_openai_error, format_tgi_error
 from bloomery.server.generation import GenerationInput, GenerationJob
 from bloomery.server.routes import chat, completions, generate
+from bloomery.server.routes.openai import select_openai_model
 from bloomery.server.schema import RequestBody
 from bloomery.server.service import JSON_OR_EVENTS, HttpCall, Route
 from bloomery.server.shapes import INVOCATION
@@ -57,19 +59,22 @@ async def vertex(call: HttpCall) -> ASGIApp:
 async def _vertex_input(call: HttpCall, raw: dict[str, Any]) -> GenerationInput:
     if raw.get("messages") is not None:
         chat_body = call.parse_body(raw, chat.ChatBody)
+        await select_openai_model(call, chat_body)
         params = chat.chat_sampling_params(call, chat_body)
         entry = GenerationInput.from_plan(await chat.plan_chat(call, chat_body), params)
     else:
         body = call.parse_body(raw, generate.GenerateBody)
         if body.parameters is not None and body.parameters.do_sample is None:
             body.parameters.do_sample = True
+        await call.select_model(None)
+        await call.select_adapter(body.parameters.adapter_id if body.parameters else None)
         params = generate.tgi_sampling_params(call, body, stream=False)
         prompt = await generate.tokenize_inputs(call, body, params)
         grammar = await generate.compile_grammar(call, body)
         entry = GenerationInput(prompt, params, grammar=grammar)
     if params.num_sequences > 1:
         raise InvalidRequest("an instance has one answer: leave out n and best_of")
-    return entry
+    return replace(entry, adapter=call.adapter)  # each instance names its own
 
 
 ROUTES = (

@@ -21,6 +21,7 @@ from bloomery.server.routes.openai import (
     openai_finish_reason,
     openai_sampling_params,
     read_structured_outputs,
+    select_openai_model,
 )
 from bloomery.server.service import (
     JSON_OR_EVENTS,
@@ -59,6 +60,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 async def completions(call: HttpCall) -> ASGIApp:
     """Complete a prompt, or several."""
     body = await call.read_body(CompletionBody)
+    await select_openai_model(call, body)
     params = completion_sampling_params(call, body)
     prompts = split_prompts(default_prompt(call) if body.prompt is None else body.prompt)
     permit = call.admit(len(prompts) * params.num_sequences)

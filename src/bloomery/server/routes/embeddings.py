@@ -42,7 +42,7 @@ async def embeddings(call: HttpCall) -> ASGIApp:
     token's). With dimensions, vectors are cut to their first numbers and scaled to length 1."""
     body = await call.read_body(EmbeddingBody)
     service = call.service
-    service.check_model(body.model)
+    await call.select_model(body.model)
     check_labels(body.user, None, service.limits)
     vectors, num_tokens = await embed_inputs(call, body)
     data = []
@@ -53,7 +53,7 @@ async def embeddings(call: HttpCall) -> ASGIApp:
         {
             "object": "list",
             "data": data,
-            "model": service.settings.model,
+            "model": call.model_name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
     )
@@ -88,6 +88,8 @@ async def embed_inputs(call: HttpCall, body: EmbeddingBody) -> tuple[list[Sequen
             vectors |= await _collect_vectors(call, permit, batch)
     call.timings.last_token = time.monotonic()
     service.metrics.observe_embedding(call.timings, num_tokens)
+    if call.adapter is not None:
+        service.metrics.observe_adapter(call.adapter.name, num_tokens, 0)
     call.log_fields |= {"prompt_tokens": num_tokens, "inputs": len(requests)}
     ordered = [shorten_vector(vectors[request.id], body.dimensions) for request in requests]
     return ordered, num_tokens
@@ -107,6 +109,8 @@ async def _embedding_request(
             max_model_len=service.capacity.max_model_len,
             cache_salt=call.tenant,
             tenant=call.tenant,
+            lora=call.adapter.engine_name if call.adapter else "",
+            lora_path=call.adapter.path if call.adapter else "",
         )
     except InvalidRequest as error:
         if num_inputs > 1:

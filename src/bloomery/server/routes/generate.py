@@ -122,6 +122,7 @@ async def _stream_response(call: HttpCall, body: GenerateBody) -> ASGIApp:
 
 async def _create_job(call: HttpCall, body: GenerateBody, stream: bool) -> GenerationJob:
     check_inline_images(call, body.inputs)
+    await call.select_adapter(body.parameters.adapter_id if body.parameters else None)
     params = tgi_sampling_params(call, body, stream)
     permit = call.admit(params.num_sequences)
     prompt = await tokenize_inputs(call, body, params)
@@ -238,8 +239,6 @@ def _parameter_errors(
     if parameters.truncate is not None and not 0 < parameters.truncate < context_len:
         message = f"`truncate` must be strictly positive and less than {context_len - 1}"
         yield "truncate", f"{message}. Given: {parameters.truncate}"
-    if parameters.adapter_id is not None:
-        yield "adapter_id", "`adapter_id` is not supported: this server has no adapters"
 
 
 def _is_not_positive(value: float | None) -> bool:

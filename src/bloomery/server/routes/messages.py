@@ -83,6 +83,7 @@ class MessagesBody(CountBody, kw_only=True):
 async def messages(call: HttpCall) -> ASGIApp:
     """Answer a conversation."""
     body = await call.read_body(MessagesBody)
+    await call.select_model(body.model)
     params = message_sampling_params(call, body)
     permit = call.admit(1)
     planned = await plan_message(call, body)
@@ -97,14 +98,13 @@ async def messages(call: HttpCall) -> ASGIApp:
 async def count_tokens(call: HttpCall) -> ASGIApp:
     """How many tokens a conversation has."""
     body = await call.read_body(CountBody)
-    call.service.check_model(body.model)
+    await call.select_model(body.model)
     call.admit(1)
     planned = await plan_message(call, body, is_counted=True)
     return call.json_response({"input_tokens": len(planned.prompt.ids)})
 
 
 def message_sampling_params(call: HttpCall, body: MessagesBody) -> SamplingParams:
-    call.service.check_model(body.model)
     if body.temperature is not None and not 0 <= body.temperature <= 1:
         raise InvalidRequest("temperature must be from 0 to 1", "temperature")
     return merge_sampling_params(
@@ -321,7 +321,7 @@ class MessageFormatter:
             "id": f"msg_{call.unique_id}",
             "type": "message",
             "role": "assistant",
-            "model": call.service.settings.model,
+            "model": call.model_name,
         }
 
     def _stop_fields(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""/v1/models: the model under each of its names, in OpenAI's form or in Anthropic's."""
+"""/v1/models: the model under each of its names and its LoRA adapters.
+
+They are written in OpenAI's form or in Anthropic's. The parent of an adapter is the base model.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from bloomery.server.errors import format_openai_error
-from bloomery.server.service import HttpCall, Route
+from bloomery.server.service import PLACEHOLDER_MODELS, HttpCall, Route
 from bloomery.server.shapes import MODEL, MODEL_LIST
 
 
 async def models(call: HttpCall) -> ASGIApp:
-    """The models served here."""
-    settings = call.service.settings
-    names = (settings.model, *settings.aliases)
+    """The models served here: the base model and its LoRA adapters."""
+    service = call.service
+    names = (*service.settings.model_names, *await service.adapters.list_names())
     data = [describe_model(call, name) for name in names]
     if is_anthropic_client(call):
         page = {"data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
@@ -26,7 +29,7 @@ async def models(call: HttpCall) -> ASGIApp:
 async def model(call: HttpCall) -> ASGIApp:
     """One of them."""
     name = call.path_parameter
-    call.service.check_model(name)
+    await call.select_model(name)
     return call.json_response(describe_model(call, name or call.service.settings.model))
 
 
@@ -46,14 +49,20 @@ def describe_model(call: HttpCall, name: str) -> dict[str, Any]:
             "max_input_tokens": capacity and capacity.max_model_len,
             "max_tokens": capacity and capacity.max_model_len,
         }
-    return {
+    service = call.service
+    description = {
         "id": name,
         "object": "model",
-        "created": call.service.started,
+        "created": service.started,
         "owned_by": "bloomery",
-        "root": call.service.settings.model,
+        "root": service.settings.model,
         "max_model_len": capacity and capacity.max_model_len,
     }
+    if name not in (*service.settings.model_names, *PLACEHOLDER_MODELS):
+        adapter = service.adapters.catalog.adapters.get(name)
+        description["root"] = adapter.source if adapter else name
+        description["parent"] = service.settings.model
+    return description
 
 
 ROUTES = (

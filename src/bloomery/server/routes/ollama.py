@@ -117,6 +117,7 @@ class OllamaShowBody(RequestBody, kw_only=True):
 async def ollama_chat(call: HttpCall) -> ASGIApp:
     """Ollama's chat: answer a conversation."""
     body = await call.read_body(OllamaChatBody)
+    await select_ollama_model(call, body.model)
     params = ollama_sampling_params(call, body)
     if not body.messages:
         return call.json_response(
@@ -138,6 +139,7 @@ async def ollama_chat(call: HttpCall) -> ASGIApp:
 async def ollama_generate(call: HttpCall) -> ASGIApp:
     """Ollama's generate: answer a prompt, or continue it as it is if raw is true."""
     body = await call.read_body(OllamaGenerateBody)
+    await select_ollama_model(call, body.model)
     params = ollama_sampling_params(call, body)
     if not body.prompt:
         return call.json_response(loaded_answer(call, {"response": ""}))
@@ -192,7 +194,6 @@ async def respond_in_lines(
 
 
 def ollama_sampling_params(call: HttpCall, body: OllamaBody) -> SamplingParams:
-    check_ollama_model(call, body.model)
     options = body.options or {}
     values = {}
     for name, field in SAMPLING_OPTIONS.items():
@@ -214,8 +215,8 @@ def ollama_sampling_params(call: HttpCall, body: OllamaBody) -> SamplingParams:
         raise
 
 
-def check_ollama_model(call: HttpCall, name: str | None) -> None:
-    call.service.check_model(name.removesuffix(LATEST_TAG) if name else name)
+async def select_ollama_model(call: HttpCall, name: str | None) -> None:
+    await call.select_model(name.removesuffix(LATEST_TAG) if name else name)
 
 
 def read_ollama_messages(call: HttpCall, messages: list[OllamaMessage]) -> list[dict[str, Any]]:
@@ -311,7 +312,7 @@ def loaded_answer(call: HttpCall, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def line_head(call: HttpCall) -> dict[str, Any]:
-    return {"model": call.service.settings.model, "created_at": current_time()}
+    return {"model": call.model_name, "created_at": current_time()}
 
 
 def current_time() -> str:
@@ -430,13 +431,13 @@ def nanoseconds(seconds: float) -> int:
 async def ollama_embed(call: HttpCall) -> ASGIApp:
     """Ollama's embed: turn texts into vectors."""
     body = await call.read_body(OllamaEmbedBody)
-    check_ollama_model(call, body.model)
+    await select_ollama_model(call, body.model)
     embedding_body = EmbeddingBody(input=body.input, dimensions=body.dimensions)
     vectors, num_tokens = await embed_inputs(call, embedding_body)
     timings = call.timings
     return call.json_response(
         {
-            "model": call.service.settings.model,
+            "model": call.model_name,
             "embeddings": [list(vector) for vector in vectors],
             "total_duration": nanoseconds(timings.last_token - timings.arrived),
             "load_duration": 0,
@@ -446,9 +447,9 @@ async def ollama_embed(call: HttpCall) -> ASGIApp:
 
 
 async def ollama_tags(call: HttpCall) -> ASGIApp:
-    """Ollama's list of models: the one served here, under each of its names."""
-    settings = call.service.settings
-    names = (settings.model, *settings.aliases)
+    """Ollama's list of models: the one served here, under each of its names, and its adapters."""
+    service = call.service
+    names = (*service.settings.model_names, *await service.adapters.list_names())
     return call.json_response({"models": [describe_ollama_model(call, name) for name in names]})
 
 
@@ -470,7 +471,7 @@ async def ollama_ps(call: HttpCall) -> ASGIApp:
 async def ollama_show(call: HttpCall) -> ASGIApp:
     """Ollama's description of a model."""
     body = await call.read_body(OllamaShowBody)
-    check_ollama_model(call, body.model or body.name)
+    await select_ollama_model(call, body.model or body.name)
     service = call.service
     capacity = service.backend.capacity
     defaults = service.sampling_defaults

@@ -62,7 +62,6 @@ class GenerationBody(RequestBody, kw_only=True):
         "prediction": TEXT_ONLY,
         "web_search_options": "this server does not search the web; leave it out, or give a tool",
         "prompt_embeds": TEXT_ONLY,
-        "adapter_id": "this server has no adapters; leave it out",
         "chat_template": "the model's own template is used; leave it out",
         "logits_processors": "this server runs no code of its clients; leave it out",
         "custom_logit_processor": "this server runs no code of its clients; leave it out",
@@ -81,6 +80,8 @@ class GenerationBody(RequestBody, kw_only=True):
         }
     )
     model: str | None = None
+    adapter_id: str | None = None  # TGI's and LoRAX's: a LoRA adapter, instead of `model`
+    lora: list[dict[str, Any]] | None = None  # llama.cpp's: [{"id": ..., "scale": ...}]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -125,11 +126,16 @@ class GenerationBody(RequestBody, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+async def select_openai_model(call: HttpCall, body: GenerationBody) -> None:
+    """Use the model, or the LoRA adapter, that a body names."""
+    await call.select_model(body.model)
+    await call.select_adapter(body.adapter_id, body.lora)
+
+
 def openai_sampling_params(
     call: HttpCall, body: GenerationBody, **route_values: Any
 ) -> SamplingParams:
     """Check the common fields and combine them with the values that the route computed."""
-    call.service.check_model(body.model)
     check_labels(body.user, body.metadata, call.service.limits)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options may be given only with stream: true", "stream_options")
@@ -202,7 +208,7 @@ class CompletionEnvelope:
             "id": f"{id_prefix}-{call.unique_id}",
             "object": object_name,
             "created": call.created,
-            "model": call.service.settings.model,
+            "model": call.model_name,
         }
         self.tail = {"system_fingerprint": call.service.fingerprint}
         self.include_usage = bool(options.include_usage)

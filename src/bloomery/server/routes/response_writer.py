@@ -314,7 +314,7 @@ class ResponseObjectFormatter:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": call.service.settings.model,
+            "model": call.model_name,
             "output": [self._item(*pair) for pair in zip(blocks, item_statuses, strict=True)],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -66,6 +66,7 @@ class ResponseInput:
 async def responses(call: HttpCall) -> ASGIApp:
     """Answer a conversation, or go on with one."""
     body = await call.read_body(ResponseBody)
+    await call.select_model(body.model)
     params = response_sampling_params(call, body)
     permit = call.admit(1)
     prepared = await prepare_input(call, body)
@@ -82,7 +83,7 @@ async def responses(call: HttpCall) -> ASGIApp:
 async def count_input_tokens(call: HttpCall) -> ASGIApp:
     """How many tokens the input of a response has."""
     body = await call.read_body(ResponseInputBody)
-    call.service.check_model(body.model)
+    await call.select_model(body.model)
     call.admit(1)
     prepared = await prepare_input(call, body, is_counted=True)
     num_tokens = len(prepared.planned.prompt.ids)
@@ -90,7 +91,6 @@ async def count_input_tokens(call: HttpCall) -> ASGIApp:
 
 
 def response_sampling_params(call: HttpCall, body: ResponseBody) -> SamplingParams:
-    call.service.check_model(body.model)
     check_labels(body.user, body.metadata, call.service.limits)
     if body.background and body.store is False:
         raise InvalidRequest("background needs store: leave out store", "store")

@@ -51,11 +51,11 @@ async def tokenize(call: HttpCall) -> ASGIApp:
     call.error_formatter = format_openai_error
     if raw.get("messages") is not None:
         chat_body = call.parse_body(raw, ChatBody)
-        service.check_model(chat_body.model)
+        await call.select_model(chat_body.model)
         prompt = await tokenize_chat(call, chat_body)
         return await _token_list(call, list(prompt.ids), bool(raw.get("return_token_strs")))
     body = call.parse_body(raw, TokenizeBody)
-    service.check_model(body.model)
+    await call.select_model(body.model)
     if body.prompt is not None:
         prompt = await service.tokenize(body.prompt, body.add_special_tokens is not False)
         return await _token_list(call, list(prompt.ids), bool(body.return_token_strs))
@@ -98,7 +98,7 @@ async def chat_tokenize(call: HttpCall) -> ASGIApp:
 async def detokenize(call: HttpCall) -> ASGIApp:
     """The text of tokens."""
     body = await call.read_body(DetokenizeBody)
-    call.service.check_model(body.model)
+    await call.select_model(body.model)
     call.admit(1)
     max_tokens = call.service.capacity.max_model_len
     if len(body.tokens) > max_tokens:

@@ -1,0 +1,124 @@
+"""Finds the files of a LoRA adapter: a PEFT folder, a .gguf file, or a Hub id.
+
+A Hub id may name a revision and a file: org/name@revision, org/name:file.gguf. Only safetensors and
+GGUF files are downloaded. What is in the files is checked when they are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from bloomery.artifacts.files import check_readable
+from bloomery.errors import ConfigError, ModelNotFound
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(@[\w./-]+)?(:[\w./ -]+)?")
+DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
+
+
+def locate_adapter(source: str) -> Path:
+    """Return the folder or file of an adapter, and download it if need be."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / ADAPTER_CONFIG).is_file():
+            raise ModelNotFound(
+                f"{source}: no {ADAPTER_CONFIG}; this is not the folder of a LoRA adapter"
+            )
+        check_readable(path / ADAPTER_CONFIG)
+        return path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(
+                f"{source}: a file, but not a .gguf; give the folder of an adapter, or a .gguf file"
+            )
+        check_readable(path)
+        return path.resolve()
+    hub_id = ADAPTER_HUB_ID.fullmatch(source)
+    if hub_id is None:
+        raise ModelNotFound(
+            f"{source}: no such folder or file; an adapter of the Hugging Face Hub is named "
+            "org/name"
+        )
+    repository, revision, file = hub_id.groups(default="")
+    return _download_adapter(repository, revision[1:] or None, file[1:])
+
+
+def _download_adapter(repository: str, revision: str | None, file: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    patterns = [file] if file else list(DOWNLOADED_FILES)
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except (HFValidationError, HTTPError, OSError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ModelNotFound(
+            f"{repository}: no such local folder, and the Hub did not deliver it ({reason}); check "
+            "the spelling, the network and HF_TOKEN"
+        ) from error
+    path = folder / (file or ADAPTER_CONFIG)
+    if not path.is_file():
+        raise ModelNotFound(f"{repository}: it has no {path.name}, so it is not a LoRA adapter")
+    return path if file else folder
+
+
+class AdapterAllowList:
+    """Which adapters clients may name: those in some folders, and those of some Hub ids.
+
+    An entry is a folder if it begins with /, ~ or a dot, or if it exists. Any other entry is a
+    pattern of Hub ids, such as org/* or org/name.
+    """
+
+    def __init__(self, entries: Iterable[str] = ()):
+        self.folders: list[Path] = []
+        self.hub_patterns: list[str] = []
+        for entry in entries:
+            path = Path(entry).expanduser()
+            if path.is_dir():
+                self.folders.append(path.resolve())
+            elif entry[0] in "/~.":
+                raise ConfigError(f"lora_allow: there is no folder {entry}")
+            else:
+                self.hub_patterns.append(entry)
+
+    def __bool__(self) -> bool:
+        return bool(self.folders or self.hub_patterns)
+
+    def find_source(self, name: str) -> str | None:
+        """Return where the adapter is that a request names, or None if there is none."""
+        for folder in self.folders:
+            path = (folder / name).resolve()
+            if self._contains(path) and (path / ADAPTER_CONFIG).is_file():
+                return str(path)
+            if self._contains(path) and path.suffix == ".gguf" and path.is_file():
+                return str(path)
+        return name if self._matches_hub_id(name) else None
+
+    def allows(self, source: str) -> bool:
+        """Whether an adapter may be loaded from a path or a Hub id."""
+        path = Path(source).expanduser()
+        return self._contains(path.resolve()) if path.exists() else self._matches_hub_id(source)
+
+    def list_names(self) -> list[str]:
+        """The names of all adapters at the top of the folders."""
+        return sorted(
+            path.name
+            for folder in self.folders
+            for path in folder.iterdir()
+            if (path / ADAPTER_CONFIG).is_file() or path.suffix == ".gguf"
+            if self._contains(path.resolve())
+        )
+
+    def _contains(self, path: Path) -> bool:
+        """Whether a resolved path is below one of the folders."""
+        return any(path != folder and path.is_relative_to(folder) for folder in self.folders)
+
+    def _matches_hub_id(self, name: str) -> bool:
+        hub_id = ADAPTER_HUB_ID.fullmatch(name)
+        return hub_id is not None and any(
+            fnmatchcase(hub_id[1], pattern) for pattern in self.hub_patterns
+        )
