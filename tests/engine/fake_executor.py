@@ -145,6 +145,13 @@ def reference_tokens(
             return tokens
 
 
+def read_version_at_once(path: str) -> Future[str]:
+    """Return the version of an adapter without looking at files."""
+    version: Future[str] = Future()
+    version.set_result(path)
+    return version
+
+
 @dataclass
 class ExecutorRow:
     """The executor's state of one sequence."""
@@ -268,11 +275,7 @@ class FakeExecutor:
         self.num_partial_chunks += sum(not request.samples for request in requests)
         for sequence in step.finished:
             del self.rows[sequence]
-        used_slots = {row.lora_slot for row in self.rows.values()}
-        for slot, adapter in step.lora_loads:
-            assert adapter in self.host_adapters, "an adapter that is not in host memory"
-            assert slot not in used_slots, "a slot was overwritten while a sequence uses it"
-            self.device_adapters[slot] = adapter
+        self.load_slots(step)
         self.copy_blocks(step.block_copies)
         for request in requests:
             self.write(request)
@@ -286,6 +289,14 @@ class FakeExecutor:
             if request.count > 1 or not request.samples:
                 row = self.rows[request.sequence]
                 self.read(row, row.tokens + list(request.drafts), request.start + 1)
+
+    def load_slots(self, step: ScheduledStep) -> None:
+        """Copy adapters from host memory into device slots."""
+        used_slots = {row.lora_slot for row in self.rows.values()}
+        for slot, adapter in step.lora_loads:
+            assert adapter in self.host_adapters, "an adapter that is not in host memory"
+            assert slot not in used_slots, "a slot was overwritten while a sequence uses it"
+            self.device_adapters[slot] = adapter
 
     def finish(self, step: ScheduledStep, masks: dict[int, int]) -> StepOutput:
         """Sample; `masks` are those of masked sequences."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import replace
 from random import Random
 
@@ -26,6 +25,7 @@ from tests.engine.fake_executor import (
     FakeExecutor,
     FakeMaskSource,
     next_token,
+    read_version_at_once,
     reference_tokens,
 )
 
@@ -349,12 +349,6 @@ class RandomEngine:
             self.events["adapters read again"] += store.num_evictions
             assert all(place.is_free for place in store.places.slots)
             assert self.executor.host_adapters == store.adapters.keys()
-
-
-def read_version_at_once(path: str) -> Future[str]:
-    version: Future[str] = Future()
-    version.set_result(path)
-    return version
 
 
 def check_state_pool(pool: StatePool, sequences: Iterable[Sequence]) -> None:

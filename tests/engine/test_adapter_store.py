@@ -14,8 +14,12 @@ from bloomery.engine.loop import EngineLoop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import InvalidRequest
 from bloomery.messages import AdapterRefusal, EngineRequest, ResolvedSampling, TokenOutput
-from tests.engine.fake_executor import BAD_ADAPTER, FakeExecutor, reference_tokens
-from tests.engine.random_engine import read_version_at_once
+from tests.engine.fake_executor import (
+    BAD_ADAPTER,
+    FakeExecutor,
+    read_version_at_once,
+    reference_tokens,
+)
 
 PAGE_SIZE = 2
 

@@ -403,6 +403,29 @@ CASES: dict[str, tuple[str, str, Any, dict[str, str]]] = {
         {},
     ),
     "embeddings_refused": ("POST", "/v1/embeddings", {"input": "The iron", "dimensions": 5}, {}),
+    # LoRA adapters
+    "lora_models": ("GET", "/v1/models", None, {}),
+    "lora_chat": (
+        "POST",
+        "/v1/chat/completions",
+        {**SLAG_QUESTION, "model": "speaker:smith", "temperature": 0},
+        {},
+    ),
+    "lora_generate": (
+        "POST",
+        "/generate",
+        {**IRON_INPUTS, "parameters": {"max_new_tokens": 6, "adapter_id": "poet"}},
+        {},
+    ),
+    "lora_unknown": ("POST", "/v1/completions", {"prompt": "a", "model": "miner"}, {}),
+    "lora_list": ("GET", "/lora-adapters", None, {}),
+    "lora_load": (
+        "POST",
+        "/v1/load_lora_adapter",
+        {"lora_name": "miner", "lora_path": "/lora/miner"},
+        {},
+    ),
+    "lora_unload": ("POST", "/v1/unload_lora_adapter", {"lora_name": "smith"}, {}),
     "models": ("GET", "/v1/models", None, {}),
     "model": ("GET", "/v1/models/org/speaker-1", None, {}),
     # Anthropic

@@ -21,7 +21,10 @@ from tokenizers import Tokenizer as Backend
 from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.scheduler import Scheduler
+from bloomery.errors import InvalidRequest
 from bloomery.messages import (
+    AdapterInfo,
+    AdapterRefusal,
     EngineCapacity,
     EngineRequest,
     EngineStats,
@@ -37,7 +40,7 @@ from bloomery.messages import (
 )
 from bloomery.structured.matcher import MaskBuilder, TokenVocabulary
 from bloomery.text.tokenizer import Tokenizer, TokenizerConfig
-from tests.engine.fake_executor import FakeExecutor
+from tests.engine.fake_executor import FakeExecutor, read_version_at_once
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -49,6 +52,7 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BLOCK_SIZE = 8
 MAX_BATCHED_TOKENS = 64
+MAX_LORAS = 2
 
 
 def load_test_tokenizer() -> Tokenizer:
@@ -100,6 +104,7 @@ class ScriptedExecutor(FakeExecutor):
         for sequence in step.finished:
             del self.rows[sequence]
             del self.new_requests[sequence]
+        self.load_slots(step)
         for scheduled in step.requests:
             if scheduled.new_request is not None:
                 self.new_requests[scheduled.sequence] = scheduled.new_request
@@ -128,7 +133,8 @@ class ScriptedExecutor(FakeExecutor):
         if request.pooling is not None:
             embedding = self.embedding(prefix, request.pooling)
             return SampledTokens(scheduled.sequence, embedding=embedding)
-        token = self.next_token(prefix, request)
+        adapter = self.device_adapters[request.lora_slot]
+        token = self.next_token(prefix, request, adapter)
         if mask is not None:
             token = self.allowed_token(prefix, token, mask)
         row.tokens.append(token)
@@ -137,10 +143,11 @@ class ScriptedExecutor(FakeExecutor):
             logprobs = (self.logprob(prefix, token, request.sampling.logprobs),)
         return SampledTokens(scheduled.sequence, (token,), logprobs, tuple(prompt_logprobs))
 
-    def next_token(self, prefix: list[int], request: NewRequestData) -> int:
+    def next_token(self, prefix: list[int], request: NewRequestData, adapter: str = "") -> int:
         """An answer token, or about once in 29 tokens the end of sequence where it is allowed."""
         sampling = request.sampling
         number = hash_prefix(prefix, sampling.seed if sampling.temperature else 0)
+        number ^= crc32(adapter.encode())
         num_output = len(prefix) - request.prompt_len
         may_end = (
             self.eos_id in request.stop_ids
@@ -209,12 +216,19 @@ class InProcessEngine:
             tokenizer.vocab_size,
         )
         self.block_pool = BlockPool(num_blocks, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.block_pool, MAX_BATCHED_TOKENS, max_num_seqs)
+        self.scheduler = Scheduler(
+            self.block_pool, MAX_BATCHED_TOKENS, max_num_seqs, max_loras=MAX_LORAS
+        )
         self.tokenizer = tokenizer
         self.executor = self.create_executor()
         self.loop = EngineLoop(
-            self.scheduler, self.executor, create_mask_builder=self.create_mask_builder
+            self.scheduler,
+            self.executor,
+            create_mask_builder=self.create_mask_builder,
+            max_cpu_loras=MAX_LORAS + 1,
         )
+        assert self.loop.adapter_store is not None
+        self.loop.adapter_store.read_version = read_version_at_once
         self.status = EngineStatus("ready", 1.0)
         self.step_seconds = step_seconds
         self.num_steps = 0
@@ -256,7 +270,20 @@ class InProcessEngine:
             pool.num_blocks,
             self.num_steps,
             kv_used_by_group=tuple(pool.used_by_group),
+            adapter_slots=tuple(slot.adapter for slot in self.scheduler.adapter_slots.slots),
         )
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        self.loop.load_adapter(name, path)
+        while self.loop.busy:
+            await self.take_step()
+        (answer,) = [given for given in self.loop.take_adapter_answers() if given.name == name]
+        if isinstance(answer, AdapterRefusal):
+            raise InvalidRequest(answer.error, "lora_path")
+        return answer
+
+    def unload_adapter(self, name: str) -> None:
+        self.loop.unload_adapter(name)
 
     async def stream(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
@@ -280,16 +307,19 @@ class InProcessEngine:
 
     async def run(self) -> None:
         while self.loop.busy:
-            await asyncio.sleep(self.step_seconds)
-            while self.max_steps is not None and self.num_steps >= self.max_steps:
-                await asyncio.sleep(0.005)
-            before = self.stats
-            for output in self.loop.step():
-                if queue := self.queues.get(output.request):
-                    queue.put_nowait(self.fail_if_poisoned(output))
-            self.num_steps += 1
-            for observer in self.step_observers:
-                observer(before, self.stats)
+            await self.take_step()
+
+    async def take_step(self) -> None:
+        await asyncio.sleep(self.step_seconds)
+        while self.max_steps is not None and self.num_steps >= self.max_steps:
+            await asyncio.sleep(0.005)
+        before = self.stats
+        for output in self.loop.step():
+            if queue := self.queues.get(output.request):
+                queue.put_nowait(self.fail_if_poisoned(output))
+        self.num_steps += 1
+        for observer in self.step_observers:
+            observer(before, self.stats)
 
     def abort(self, id: str) -> bool:
         if queue := self.queues.get(id):

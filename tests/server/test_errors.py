@@ -413,7 +413,11 @@ TGI_CASES: list[tuple[dict[str, Any], str]] = [
         {"grammar": {"type": "regex", "value": "("}},
         "the regular expression is not valid: unclosed group",
     ),
-    ({"adapter_id": "x"}, "`adapter_id` is not supported: this server has no adapters"),
+    (
+        {"adapter_id": "x"},
+        "adapter_id is not supported: this server runs without LoRA adapters: start the server "
+        "with --enable-lora, --lora-modules NAME=PATH or --lora-allow FOLDER",
+    ),
 ]
 
 

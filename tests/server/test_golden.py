@@ -17,6 +17,8 @@ import httpx2
 import pytest
 
 from bloomery import __version__
+from bloomery.engine.adapter_catalog import NamedAdapter
+from bloomery.server.adapters import AdapterSettings
 from bloomery.server.routes import build_routes
 from bloomery.server.service import ServerSettings
 from tests.server.conftest import HttpTestServer, start_server
@@ -26,6 +28,15 @@ from tests.server.sse import parse_events
 
 FOLDER = Path(__file__).parent.parent / "golden" / "http"
 SETTINGS = ServerSettings(model="speaker", aliases=("org/speaker-1",))
+ADAPTER_NAMES = ("smith", "poet")
+LORA_SETTINGS = ServerSettings(
+    model="speaker",
+    lora=AdapterSettings(
+        enabled=True,
+        modules=tuple(NamedAdapter(name, name, f"/lora/{name}", name) for name in ADAPTER_NAMES),
+        max_loras=2,
+    ),
+)
 # Fields that differ from run to run.
 VARYING_FIELDS = {
     "created",
@@ -116,8 +127,12 @@ def test_responses_match_their_golden_files(
     serve: Callable[..., HttpTestServer], name: str
 ) -> None:
     golden = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    record = record_response(serve(SETTINGS), name)
+    record = record_response(serve(settings_of(name)), name)
     assert json.loads(json.dumps(record)) == golden
+
+
+def settings_of(name: str) -> ServerSettings:
+    return LORA_SETTINGS if name.startswith("lora_") else SETTINGS
 
 
 def test_every_route_has_a_golden_file() -> None:
@@ -139,7 +154,8 @@ def write_golden_files() -> None:
     tokenizer = load_test_tokenizer()
     for name in CASES:
         with ExitStack() as exit_stack:
-            server = start_server(InProcessEngine(tokenizer), tokenizer, SETTINGS, exit_stack)
+            engine = InProcessEngine(tokenizer)
+            server = start_server(engine, tokenizer, settings_of(name), exit_stack)
             text = json.dumps(record_response(server, name), indent=1, ensure_ascii=False)
             (FOLDER / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 

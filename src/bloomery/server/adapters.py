@@ -71,8 +71,8 @@ class ServedAdapters:
         """The names of all adapters, those in allowed folders included."""
         names = list(self.catalog.adapters)
         if self.settings.allow_list:
-            found = await asyncio.to_thread(self._list_allowed_names)
-            names += [name for name in found if name not in self.catalog.adapters]
+            allowed_names = await asyncio.to_thread(self._list_allowed_names)
+            names += [name for name in allowed_names if name not in self.catalog.adapters]
         return names
 
     def _list_allowed_names(self) -> list[str]:

@@ -51,6 +51,7 @@ async def vertex(call: HttpCall) -> ASGIApp:
         raise InvalidRequest("`instances` cannot be empty", "instances")
     permit = call.admit(len(body.instances))
     inputs = [await _vertex_input(call, raw) for raw in body.instances]
+    await call.select_model(None)  # each input has its own adapter, or none
     job = GenerationJob(call, permit, inputs)
     await job.run()
     return call.json_response({"predictions": [answer.text for answer in job.best_answers]})
