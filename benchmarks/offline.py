@@ -96,6 +96,9 @@ def read_shape(name: str) -> dict[str, Any]:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-27b": read_shape("gemma-3-27b"),
+    "qwen3.6-35b-a3b": read_shape("qwen3.6-35b-a3b"),
+    "nemotron-3-nano": read_shape("nemotron-3-nano"),
+    "lfm2-350m": read_shape("lfm2-350m"),
     "gpt-oss-20b": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "llama-8b": {

@@ -6,15 +6,28 @@ state has the last `width` inputs, that of position p in column p % width (spec.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    wait_for_previous,
+)
 from bloomery.kernels.state_cache import (
     RecurrentMetadata,
     StateView,
+    load_state_rows,
     read_states,
     write_states,
 )
+
+TOKENS_PER_PROGRAM = 32
 
 
 def causal_conv_reference(
@@ -52,5 +65,332 @@ def causal_conv_reference(
     return out
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
+def apply_silu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
+
+
+class ConvHeads(NamedTuple):
+    """Channels of a convolution in heads; the first `num_normed` heads are scaled to length 1.
+
+    Of these, the first `num_scaled` are then multiplied by `scale`.
+    """
+
+    num_narrow: int  # leading heads of `narrow` channels; all others have `wide` channels
+    num_wide: int
+    narrow: int
+    wide: int
+    num_normed: int = 0
+    num_scaled: int = 0
+    scale: float = 1.0
+    norm_eps: float = 0.0
+
+
+class ConvInput(NamedTuple):
+    """How the input of a convolution is read: rows of a projection, perhaps with factors."""
+
+    projected: torch.Tensor  # [tokens, row]
+    first: int  # column of the first channel
+    factors: torch.Tensor | None = None  # [channels]
+
+
+def conv_prefills_triton(
+    source: ConvInput,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    heads: ConvHeads,
+    view: StateView,
+    metadata: RecurrentMetadata,
+    silu: bool = True,
+) -> torch.Tensor:
+    """Convolve the prefill chunks of a step; returns [tokens, channels] of all tokens.
+
+    The rows of decodes are not written. Updates the states of the chunks.
+    """
+    projected = source.projected
+    num_tokens = len(projected)
+    channels, width = weight.shape
+    out = projected.new_empty(num_tokens, channels)
+    num_sequences = len(metadata.seq_lens)
+    first = metadata.num_decodes
+    pdl = pdl_options(projected.device)
+    state = (view.memory, view.blocks, view.memory.stride(0), view.blocks.stride(0))
+    conv_prefill_kernel[(-(-num_tokens // TOKENS_PER_PROGRAM), heads.num_narrow + heads.num_wide)](
+        projected,
+        weight,
+        bias,
+        source.factors,
+        *state,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        out,
+        num_tokens,
+        projected.stride(0),
+        source.first,
+        channels,
+        first,
+        num_sequences,
+        heads.scale,
+        heads.norm_eps,
+        NUM_NARROW=heads.num_narrow,
+        NARROW=heads.narrow,
+        WIDE=heads.wide,
+        NUM_NORMED=heads.num_normed,
+        NUM_SCALED=heads.num_scaled,
+        WIDTH=width,
+        SILU=silu,
+        ROWS_PER_BLOCK=view.rows_per_block,
+        TOKENS=TOKENS_PER_PROGRAM,
+        BLOCK=next_power_of_2(max(heads.narrow if heads.num_narrow else 1, heads.wide)),
+        SEQUENCES=next_power_of_2(num_sequences - first),
+        num_warps=4,
+        **pdl,
+    )
+    store_conv_states_kernel[(num_sequences - first, -(-channels // CHANNELS_PER_PROGRAM))](
+        projected,
+        source.factors,
+        *state,
+        metadata.query_start_loc,
+        metadata.seq_lens,
+        projected.stride(0),
+        source.first,
+        channels,
+        first,
+        WIDTH=width,
+        ROWS_PER_BLOCK=view.rows_per_block,
+        CHANNELS=CHANNELS_PER_PROGRAM,
+        COLUMNS=next_power_of_2(width),
+        num_warps=4,
+        **pdl,
+    )
+    return out
+
+
+CHANNELS_PER_PROGRAM = 256
+
+
+@jit(do_not_specialize=["num_tokens", "first_sequence", "num_sequences"])
+def conv_prefill_kernel(
+    projected,  # [num_tokens, row_stride]
+    weight,  # [channels, WIDTH]
+    bias,  # [channels] or None
+    factors,  # [channels] or None
+    memory,
+    state_blocks,  # [sequences, ...]
+    block_stride,
+    blocks_stride,
+    query_start_loc,
+    seq_lens,
+    out,  # [num_tokens, channels]
+    num_tokens,
+    row_stride,
+    first_column,
+    channels,
+    first_sequence,
+    num_sequences,
+    scale,
+    norm_eps,
+    NUM_NARROW: tl.constexpr,
+    NARROW: tl.constexpr,
+    WIDE: tl.constexpr,
+    NUM_NORMED: tl.constexpr,
+    NUM_SCALED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS_PER_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program convolves TOKENS tokens of one head, which may be of several sequences."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    first_channel = head * NARROW
+    size = NARROW
+    if head >= NUM_NARROW:
+        first_channel = NUM_NARROW * NARROW + (head - NUM_NARROW) * WIDE
+        size = WIDE
+    index = first_sequence + tl.arange(0, SEQUENCES)
+    is_sequence = index < num_sequences
+    ends = tl.load(query_start_loc + index + 1, mask=is_sequence, other=num_tokens)
+    sequence = first_sequence + tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+    first_token = tl.load(query_start_loc + first_sequence)
+    inside = (token >= first_token) & (token < num_tokens) & (sequence < num_sequences)
+    sequence = tl.where(inside, sequence, first_sequence)
+    begin = tl.load(query_start_loc + sequence)
+    end = tl.load(query_start_loc + sequence + 1)
+    start = tl.load(seq_lens + sequence) - (end - begin)  # position of the first new token
+    offset = tl.arange(0, BLOCK)
+    used = offset < size
+    channel = first_channel + offset
+    state_row = load_state_rows(
+        state_blocks + sequence[:, None] * blocks_stride,
+        channel[None, :],
+        ROWS_PER_BLOCK,
+        WIDTH,
+        block_stride,
+        inside[:, None] & used[None, :],
+    )
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=used, other=0.0)[None, :]
+    factor = tl.full((BLOCK,), 1.0, tl.float32)
+    if factors is not None:
+        factor = tl.load(factors + channel, mask=used, other=0.0)
+    for tap in tl.static_range(WIDTH):
+        source = token - (WIDTH - 1) + tap
+        is_new = source >= begin
+        position = start + source - begin
+        x = tl.load(
+            projected + source.to(tl.int64)[:, None] * row_stride + first_column + channel[None, :],
+            mask=(inside & is_new)[:, None] & used[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        old = tl.load(
+            memory + state_row + (position % WIDTH)[:, None],
+            mask=(inside & (position >= 0) & (source < begin))[:, None] & used[None, :],
+            other=0.0,
+        )
+        tap_weight = tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
+        total += (x * factor[None, :] + old) * tap_weight[None, :]
+    y = total
+    if SILU:
+        y = total / (1.0 + tl.exp(-total))
+    if head < NUM_NORMED:
+        y = y * tl.rsqrt(tl.sum(y * y, 1) + norm_eps)[:, None]
+        if head < NUM_SCALED:
+            y = y * scale
+    tl.store(
+        out + token.to(tl.int64)[:, None] * channels + channel[None, :],
+        y.to(out.dtype.element_ty),
+        mask=inside[:, None] & used[None, :],
+    )
+
+
+@jit(do_not_specialize=["first_sequence"])
+def store_conv_states_kernel(
+    projected,
+    factors,
+    memory,
+    state_blocks,
+    block_stride,
+    blocks_stride,
+    query_start_loc,
+    seq_lens,
+    row_stride,
+    first_column,
+    channels,
+    first_sequence,
+    WIDTH: tl.constexpr,
+    ROWS_PER_BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program stores the last inputs of some channels of one sequence."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    sequence = first_sequence + tl.program_id(0)
+    begin = tl.load(query_start_loc + sequence)
+    end = tl.load(query_start_loc + sequence + 1)
+    seq_len = tl.load(seq_lens + sequence)
+    if (seq_len > 0) & (end > begin):
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        used = channel < channels
+        column = tl.arange(0, COLUMNS)
+        # The last position of each column.
+        age = (seq_len - 1 - column % WIDTH + WIDTH) % WIDTH
+        token = end - 1 - age
+        is_new = (token >= begin) & (column < WIDTH)
+        x = tl.load(
+            projected + token.to(tl.int64)[None, :] * row_stride + first_column + channel[:, None],
+            mask=used[:, None] & is_new[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if factors is not None:
+            x *= tl.load(factors + channel, mask=used, other=0.0)[:, None]
+        begins = column * 0 + seq_len <= end - begin
+        state_row = load_state_rows(
+            state_blocks + sequence * blocks_stride,
+            channel,
+            ROWS_PER_BLOCK,
+            WIDTH,
+            block_stride,
+            used,
+        )
+        # A sequence that begins also clears the columns before its first position.
+        stored = (is_new | begins) & (column < WIDTH)
+        tl.store(
+            memory + state_row[:, None] + column[None, :], x, mask=used[:, None] & stored[None, :]
+        )
+
+
+@jit
+def conv_decode(
+    row,  # projected inputs of the token, from the convolution's first channel on
+    weight,
+    memory,
+    state_blocks,  # of the sequence
+    channel,  # [N]
+    used,  # [N]
+    position,
+    block_stride,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS_PER_BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Convolve one position of some channels and store its input; returns it without silu [N].
+
+    Several programs may do so for the same channels: none overwrites what another one reads.
+    """
+    x = tl.load(row + channel, mask=used, other=0.0).to(tl.float32)
+    return conv_decode_input(
+        x,
+        weight,
+        memory,
+        state_blocks,
+        channel,
+        used,
+        position,
+        block_stride,
+        WIDTH,
+        COLUMNS,
+        ROWS_PER_BLOCK,
+        N,
+    )
+
+
+@jit
+def conv_decode_input(
+    x,  # [N]
+    weight,
+    memory,
+    state_blocks,
+    channel,
+    used,
+    position,
+    block_stride,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS_PER_BLOCK: tl.constexpr,
+    N: tl.constexpr,
+):
+    """The same as `conv_decode` for inputs that are loaded."""
+    column = tl.arange(0, COLUMNS)
+    place = position % WIDTH
+    tap = (column - place - 1 + 2 * WIDTH) % WIDTH
+    tile = used[:, None] & (column < WIDTH)[None, :]
+    state_row = load_state_rows(state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
+    pointers = memory + state_row[:, None] + column[None, :]
+    is_new = column == place
+    # Compared as vectors: the interpreter has no masks of a vector and a scalar.
+    begins = column * 0 + position == 0
+    is_old = (column != place) & (column * 0 + position > 0)
+    old = tl.load(pointers, mask=tile & is_old[None, :], other=0.0)
+    values = tl.where(is_new[None, :], x[:, None], old)
+    tl.store(pointers, values, mask=tile & ((is_new | begins)[None, :]))
+    weights = tl.load(weight + channel[:, None] * WIDTH + tap[None, :], mask=tile, other=0.0)
+    return tl.sum(values * weights, 1)

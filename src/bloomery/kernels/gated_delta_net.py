@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.fusion import NormPrologue
-from bloomery.kernels.causal_conv import causal_conv_reference, silu
+from bloomery.kernels.causal_conv import (
+    ConvHeads,
+    ConvInput,
+    apply_silu,
+    causal_conv_reference,
+    conv_prefills_triton,
+)
+from bloomery.kernels.delta_net_kernels import decode_delta_net_triton, prefill_delta_net_triton
+from bloomery.kernels.launch import use_triton
 from bloomery.kernels.state_cache import (
     LayerStates,
     iterate_positions,
@@ -45,7 +53,43 @@ def gated_delta_net(
     states: LayerStates,
 ) -> torch.Tensor:
     """projected [tokens, q | k | v | gate | beta | decay] -> [tokens, value heads * value dim]."""
+    if use_triton(projected):
+        return gated_delta_net_triton(projected, spec, weights, states)
     return gated_delta_net_reference(projected, spec, weights, states)
+
+
+def gated_delta_net_triton(
+    projected: torch.Tensor,
+    spec: GatedDeltaNetSpec,
+    weights: DeltaNetWeights,
+    states: LayerStates,
+) -> torch.Tensor:
+    """One kernel for the decodes, five for the prefill chunks."""
+    metadata = states.metadata
+    views = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    conv_view, scan_view = views
+    values = spec.num_value_heads * spec.value_dim
+    gates = (weights.decay, weights.dt_bias, weights.norm)
+    out = projected.new_empty(len(projected), values)
+    if metadata.num_decodes:
+        decode_delta_net_triton(
+            projected, spec, weights.conv, *gates, (conv_view, scan_view), metadata, out
+        )
+    if metadata.num_decodes < len(metadata.seq_lens):
+        heads = ConvHeads(
+            num_narrow=2 * spec.num_key_heads,
+            num_wide=spec.num_value_heads,
+            narrow=spec.key_dim,
+            wide=spec.value_dim,
+            num_normed=2 * spec.num_key_heads,
+            num_scaled=spec.num_key_heads,
+            scale=spec.key_dim**-0.5,
+            norm_eps=QK_NORM_EPS,
+        )
+        source = ConvInput(projected, 0)
+        convolved = conv_prefills_triton(source, weights.conv, None, heads, conv_view, metadata)
+        prefill_delta_net_triton(projected, convolved, spec, *gates, scan_view, metadata, out)
+    return out
 
 
 def gated_delta_net_reference(
@@ -60,7 +104,7 @@ def gated_delta_net_reference(
     sizes = recurrent_in_sizes(spec)
     *_, gate, beta, decay = projected.float().split(sizes, -1)
     qkv = projected[:, : sum(sizes[:3])]
-    convolved = silu(causal_conv_reference(qkv, weights.conv, None, conv_view, metadata))
+    convolved = apply_silu(causal_conv_reference(qkv, weights.conv, None, conv_view, metadata))
     q, k, v = convolved.split(sizes[:3], -1)
     q = normalize_heads(q.unflatten(-1, (-1, spec.key_dim))) * spec.key_dim**-0.5
     k = normalize_heads(k.unflatten(-1, (-1, spec.key_dim)))
@@ -81,7 +125,7 @@ def gated_delta_net_reference(
         scans[sequences] = scan
         out[tokens] = (q[tokens][..., None] * scan).sum(-2)
     write_states(scan_view, metadata, scans.flatten(1, 2))
-    gated = norm_heads(out, weights.norm) * silu(gate.view_as(out))
+    gated = norm_heads(out, weights.norm) * apply_silu(gate.view_as(out))
     return gated.flatten(1).to(projected.dtype)
 
 

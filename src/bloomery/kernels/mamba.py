@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from bloomery.kernels.causal_conv import silu
+from bloomery.kernels.causal_conv import apply_silu
 from bloomery.kernels.state_cache import (
     RecurrentMetadata,
     StateView,
@@ -45,4 +45,4 @@ def selective_scan_reference(
         scans[sequences] = scan
         out[tokens] = (scan * c[tokens][:, None]).sum(-1)
     write_states(view, metadata, scans)
-    return (out + x * skip) * silu(gate.float())
+    return (out + x * skip) * apply_silu(gate.float())

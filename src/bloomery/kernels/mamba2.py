@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.causal_conv import causal_conv_reference, silu
+from bloomery.kernels.causal_conv import apply_silu, causal_conv_reference
 from bloomery.kernels.state_cache import (
     LayerStates,
     iterate_positions,
@@ -55,7 +55,7 @@ def mamba2_reference(
     convolved = causal_conv_reference(
         torch.cat(scaled, -1), weights.conv, weights.conv_bias, conv_view, metadata
     )
-    x, b, c = silu(convolved).split(sizes[1:4], -1)
+    x, b, c = apply_silu(convolved).split(sizes[1:4], -1)
     x = x.unflatten(-1, (-1, spec.head_dim))
     heads_per_group = spec.num_heads // spec.num_groups
     b = b.unflatten(-1, (-1, spec.state_size)).repeat_interleave(heads_per_group, 1)
@@ -86,7 +86,7 @@ def gate_mamba2_reference(
 
     `mean_square` [tokens, 1] replaces that of y, where other ranks have the rest of the norm.
     """
-    factor = silu(gate.float() * spec.part_scales[0])
+    factor = apply_silu(gate.float() * spec.part_scales[0])
     gated = y.float()
     if spec.norm is None:
         return (gated * factor).to(y.dtype)

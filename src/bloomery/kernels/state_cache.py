@@ -122,9 +122,9 @@ def iterate_positions(
 
 
 @jit
-def load_state_offset(blocks, rows, rows_per_block, width, block_stride):
+def load_state_rows(blocks, rows, rows_per_block, width, block_stride, mask):
     """Where rows of a part lie in the memory; `blocks` points to the part's blocks."""
-    block = tl.load(blocks + rows // rows_per_block).to(tl.int64)
+    block = tl.load(blocks + rows // rows_per_block, mask=mask, other=0).to(tl.int64)
     return block * block_stride + (rows % rows_per_block) * width
 
 

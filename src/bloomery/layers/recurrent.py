@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.fusion import NormPrologue
-from bloomery.kernels.causal_conv import causal_conv_reference, silu
+from bloomery.kernels.causal_conv import apply_silu, causal_conv_reference
 from bloomery.kernels.gated_delta_net import DeltaNetWeights, gated_delta_net
 from bloomery.kernels.mamba import selective_scan_reference
 from bloomery.kernels.mamba2 import Mamba2Weights, gate_mamba2_reference, mamba2
@@ -98,7 +98,7 @@ class Mamba2Mixer:
         """The mean square of what is normed, over all ranks: [tokens, 1]."""
         normed = y.float()
         if not self.spec.gate_after_norm:
-            normed = normed * silu(gate.float() * self.spec.part_scales[0])
+            normed = normed * apply_silu(gate.float() * self.spec.part_scales[0])
         return group.all_reduce(normed.square().mean(-1, keepdim=True)) / group.size
 
 
@@ -122,7 +122,7 @@ class MambaMixer:
         conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
         x, gate = projected.chunk(2, -1)
         convolved = causal_conv_reference(x, self.conv, self.conv_bias, conv_view, metadata)
-        x = silu(convolved).to(projected.dtype)
+        x = apply_silu(convolved).to(projected.dtype)
         sizes = (spec.dt_rank, spec.state_size, spec.state_size)
         dt, b, c = (
             apply_norm(part.contiguous(), norm, self.pool)

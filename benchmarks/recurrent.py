@@ -1,0 +1,162 @@
+"""Checks and times the kernels of recurrent mixers on one GPU.
+
+    PYTHONPATH=src:. python3 benchmarks/recurrent.py check   compare with the torch references
+    PYTHONPATH=src:. python3 benchmarks/recurrent.py bench   times of decodes and prefills
+
+A further argument selects the cases whose name contains it. Outputs are filled with NaN beforehand,
+and blocks that no sequence has written hold NaN. Times are medians of replays of one CUDA graph of
+many calls. The floor is the bytes of inputs, outputs and states at HBM_BYTES_PER_SECOND.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.kernels import HBM_BYTES_PER_SECOND, measure_microseconds
+from bloomery.kernels.gated_delta_net import gated_delta_net, gated_delta_net_reference
+from bloomery.kernels.mamba2 import mamba2, mamba2_reference
+from bloomery.kernels.short_conv import short_conv, short_conv_reference
+from bloomery.kernels.state_cache import view_states
+from bloomery.spec import (
+    GatedDeltaNetSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+    recurrent_in_sizes,
+    state_parts,
+)
+from tests.kernels.oracles import ERROR_LIMITS, relative_error, run_in_poisoned_memory
+from tests.kernels.recurrent_cases import RunMixer, make_case
+
+BLOCK_ROWS = 32  # state rows of a block, as Qwen3.6-35B-A3B has them with pages of 16
+CALLS = 20  # in one CUDA graph
+
+
+class MixerKind(NamedTuple):
+    """A mixer of a published model, and a small one with odd sizes."""
+
+    spec: RecurrentSpec
+    small: RecurrentSpec
+    kernel: RunMixer
+    reference: RunMixer
+
+
+MIXERS = {
+    "delta net": MixerKind(
+        GatedDeltaNetSpec(16, 32, 128, 128),  # Qwen3.6-35B-A3B
+        GatedDeltaNetSpec(2, 6, 48, 80, beta_scale=2.0, tiled_heads=True),
+        gated_delta_net,
+        gated_delta_net_reference,
+    ),
+    "mamba2": MixerKind(
+        Mamba2Spec(64, 64, 128, num_groups=8),  # Nemotron-3-Nano-30B-A3B
+        Mamba2Spec(6, 40, 48, num_groups=2),
+        mamba2,
+        mamba2_reference,
+    ),
+    "short conv": MixerKind(
+        ShortConvSpec(1024),  # LFM2-350M
+        ShortConvSpec(40, conv_width=4, bias=True),
+        short_conv,
+        short_conv_reference,
+    ),
+}
+STEPS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+    "decodes": ([1] * 5, [1, 2, 3, 70, 900]),
+    "mixed": ([1, 1, 1, 130, 7, 64], [5, 1, 40, 130, 200, 65]),
+    "chunks": ([500, 3, 700], [500, 1003, 1700]),
+}
+
+
+def check_case(kind: MixerKind, spec: RecurrentSpec, step: str, dtype: torch.dtype) -> float:
+    """The largest relative error of outputs and states."""
+    torch.manual_seed(0)
+    query_lens, seq_lens = STEPS[step]
+    case = make_case(spec, query_lens, seq_lens, dtype, "cuda", BLOCK_ROWS)
+    expected, expected_memory = case.run(kind.reference)
+    captured = case.without_host_lengths()
+    result, memory = run_in_poisoned_memory(lambda: captured.run(kind.kernel))
+    blocks = case.states.metadata.state_blocks
+    parts = state_parts(spec)
+    errors = [relative_error(result, expected)]
+    for view, expected_view in zip(
+        view_states(memory, blocks, parts), view_states(expected_memory, blocks, parts), strict=True
+    ):
+        errors.append(relative_error(view.read(), expected_view.read()))
+    return max(errors)
+
+
+def run_checks(name_filter: str) -> int:
+    """Print the errors of all cases; returns 1 if one is too large."""
+    failed = 0
+    for name, kind in MIXERS.items():
+        for size, spec in (("real", kind.spec), ("small", kind.small)):
+            for step in STEPS:
+                for dtype in (torch.bfloat16, torch.float32):
+                    label = f"{name} {size} {step} {str(dtype).removeprefix('torch.')}"
+                    if name_filter not in label:
+                        continue
+                    try:
+                        error = check_case(kind, spec, step, dtype)
+                    except Exception as problem:
+                        print(f"FAILED {label}: {problem!r}"[:600], flush=True)
+                        failed = 1
+                        continue
+                    # Products of 32-bit floats are summed in another order than by the reference.
+                    limit = ERROR_LIMITS[dtype] * (1 if dtype == torch.bfloat16 else 10)
+                    good = error < limit
+                    failed |= not good
+                    print(f"{'ok    ' if good else 'FAILED'} {label}: {error:.1e}", flush=True)
+    return failed
+
+
+def timed_cases() -> Iterator[tuple[str, Callable[[], object], float]]:
+    """Name, step and bytes of each timed case."""
+    shapes = {
+        "decode 1": ([1], [500]),
+        "decode 8": ([1] * 8, [500] * 8),
+        "decode 64": ([1] * 64, [500] * 64),
+        "decode 256": ([1] * 256, [500] * 256),
+        "prefill 512": ([512], [512]),
+        "prefill 8192": ([8192], [8192]),
+        "prefill 8 x 1024": ([1024] * 8, [1024] * 8),
+    }
+    for name, kind in MIXERS.items():
+        state_values = sum(part.rows * part.width for part in state_parts(kind.spec))
+        for shape, (query_lens, seq_lens) in shapes.items():
+            case = make_case(
+                kind.spec, query_lens, seq_lens, torch.bfloat16, "cuda", BLOCK_ROWS
+            ).without_host_lengths()
+
+            def step(case: object = case, kind: MixerKind = kind) -> object:
+                for _ in range(CALLS - 1):
+                    kind.kernel(case.projected, case.spec, case.weights, case.states)
+                return kind.kernel(case.projected, case.spec, case.weights, case.states)
+
+            tokens = sum(query_lens)
+            num_bytes = 2 * 4 * state_values * len(query_lens)
+            num_bytes += 2 * tokens * sum(recurrent_in_sizes(kind.spec)) * 1.4
+            yield f"{name} {shape}", step, num_bytes
+
+
+def run_benchmarks(name_filter: str) -> None:
+    """Print the time of each case and its floor."""
+    for name, step, num_bytes in timed_cases():
+        if name_filter in name:
+            microseconds = measure_microseconds(step, CALLS)
+            floor = num_bytes / HBM_BYTES_PER_SECOND * 1e6
+            print(f"{name:30} {microseconds:9.1f} us, floor {floor:7.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = sys.argv[2] if len(sys.argv) > 2 else ""
+    if command == "check":
+        sys.exit(run_checks(chosen))
+    if command != "bench":
+        sys.exit(__doc__)
+    run_benchmarks(chosen)
