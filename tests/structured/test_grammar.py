@@ -175,6 +175,17 @@ def test_formats_and_escapes_are_exact(
     assert not accepts(outputs, json.dumps(rejected))
 
 
+def test_values_that_are_never_written_are_reported() -> None:
+    schema = {"properties": {"a": {"type": "string", "format": "date-time"}, "b": {"type": "null"}}}
+    _, warnings = compile_grammar(StructuredOutputs(json=schema), VOCABULARY, "response_format")
+    assert warnings == (
+        'never written: leap seconds in other time zones than UTC, by "format" at #/properties/a',
+    )
+    outputs = StructuredOutputs(json={"type": "string", "format": "time"})
+    assert accepts(outputs, '"23:59:60Z"')
+    assert not accepts(outputs, '"22:59:60Z"') and not accepts(outputs, '"22:59:60-01:00"')
+
+
 def test_old_drafts_ignore_what_stands_beside_a_reference() -> None:
     schema = {"items": {"$ref": "#/definitions/n", "maximum": 5}, "type": "array"}
     schema["definitions"] = {"n": {"type": "integer"}}

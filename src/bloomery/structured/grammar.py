@@ -88,6 +88,16 @@ FORMAT_PATTERNS = {
     "email": f"^{LOCAL_PART}@{MAIL_HOST}$",
 }
 MAX_HOST_LENGTH = 253
+# Valid values that the patterns leave out, because exact ones would cost tens of milliseconds or do
+# not exist. A model is never allowed to write them, and the client is told.
+_LEFT_OUT_TIMES = "leap seconds in other time zones than UTC"
+_LEFT_OUT_HOSTS = "internationalized host names (xn--)"
+LEFT_OUT_VALUES = {
+    "time": _LEFT_OUT_TIMES,
+    "date-time": _LEFT_OUT_TIMES,
+    "hostname": _LEFT_OUT_HOSTS,
+    "email": _LEFT_OUT_HOSTS,
+}
 
 # What \s means in ECMAScript, whose patterns JSON Schema uses. In llguidance it has U+0085 instead
 # of U+FEFF.
@@ -271,7 +281,7 @@ def prepare_schema(schema: dict[str, Any], outputs: StructuredOutputs) -> tuple[
     if outputs.whitespace_pattern:
         check_whitespace_pattern(outputs.whitespace_pattern)
     drop_ignored_keywords(schema)
-    use_exact_formats(schema)
+    left_out = use_exact_formats(schema)
     relaxed: list[str] = []
     while True:
         is_error, messages = validate_lark(f"start: {schema_rule(schema, outputs)}\n")
@@ -282,7 +292,7 @@ def prepare_schema(schema: dict[str, Any], outputs: StructuredOutputs) -> tuple[
         if not can_relax or not remove_pattern(schema, message, relaxed):
             raise InvalidRequest(explain_schema_error(schema, message, outputs.strict))
     relaxed += [describe_relaxed(schema, message) for message in messages[:MAX_WARNINGS]]
-    return tuple(dict.fromkeys(relaxed))
+    return tuple(dict.fromkeys([*relaxed, *left_out[:MAX_WARNINGS]]))
 
 
 def prepare_tool_schema(
@@ -372,15 +382,21 @@ def drop_ignored_keywords(schema: dict[str, Any]) -> None:
                     del part[keyword]
 
 
-def use_exact_formats(schema: dict[str, Any]) -> None:
-    """Replace formats and escapes that llguidance reads otherwise by exact patterns, in place."""
-    for _, part in list(iterate_schemas(schema, "#")):
+def use_exact_formats(schema: dict[str, Any]) -> list[str]:
+    """Replace formats and escapes that llguidance reads otherwise by exact patterns, in place.
+
+    Returns warnings about valid values that the patterns leave out.
+    """
+    warnings = []
+    for path, part in list(iterate_schemas(schema, "#")):
         format = part.get("format")
         pattern = part.get("pattern")
         if isinstance(pattern, str):
             part["pattern"] = use_exact_escapes(pattern)
         if not isinstance(format, str) or format not in FORMAT_PATTERNS:
             continue
+        if format in LEFT_OUT_VALUES:
+            warnings.append(f'never written: {LEFT_OUT_VALUES[format]}, by "format" at {path}')
         exact = FORMAT_PATTERNS[part.pop("format")]
         if "pattern" not in part:
             part["pattern"] = exact
@@ -389,6 +405,7 @@ def use_exact_formats(schema: dict[str, Any]) -> None:
             part["allOf"] = [*(others if isinstance(others, list) else []), {"pattern": exact}]
         if format == "hostname":
             part.setdefault("maxLength", MAX_HOST_LENGTH)
+    return warnings
 
 
 def use_exact_escapes(pattern: str) -> str:
