@@ -1030,7 +1030,8 @@ def find_kept_candidate(
 
     top_p is a share of the mass that top_k and min_p leave, and typical_p of what all others leave.
     Without typical_p the tokens that equal the k-th best score are all surveyed; the mass of those
-    too many is taken off again.
+    too many is taken off again. Both searches need a sweep for each bit. Tokens that are listed fit
+    into registers and are searched there instead.
     """
     SEARCH_SCORE: tl.constexpr = 0
     SEARCH_ID: tl.constexpr = 1
@@ -1142,11 +1143,18 @@ def find_kept_candidate(
                 room = tl.minimum((mass_limit - probability_above) / own_mass, 1.0e9)
                 num_tied = tl.where(by_mass, tl.ceil(room).to(tl.int32), k - num_above)
                 exceeds = is_typical & (num_tied < num_ties)
-                phase = tl.where(exceeds, SEARCH_ID, SURVEY)
+                phase = tl.where(exceeds & (use_list == 0), SEARCH_ID, SURVEY)
+                id_lower = vocab_size
+                if exceeds & use_list:
+                    ids, ordinals, masses = load_kept(
+                        listed, size, kept_ordinal, kept_id, best, temp, min_z, MAX_LISTED
+                    )
+                    id_lower = find_tie_end(ids, ordinals == lower, num_tied)
+                is_searched = exceeds & (use_list == 0)
+                kept_ordinal = tl.where(is_searched, kept_ordinal, tl.maximum(lower, lowest))
+                kept_id = tl.where(is_searched, kept_id, id_lower)
                 id_lower = 0
                 id_step = 1 << 30
-                kept_ordinal = tl.where(exceeds, kept_ordinal, tl.maximum(lower, lowest))
-                kept_id = tl.where(exceeds, kept_id, vocab_size)
         elif phase == SEARCH_ID:
             id_lower = tl.where(num_ties <= num_tied, id_lower + id_step, id_lower)
             id_step = id_step >> 1
@@ -1164,6 +1172,12 @@ def find_kept_candidate(
                 lower = tl.full([], 0, tl.uint32)
                 bit = tl.full([], 0x80000000, tl.uint32)
                 phase = tl.full([], SEARCH_SCORE, tl.int32)
+                if use_list:
+                    ids, ordinals, masses = load_kept(
+                        listed, size, kept_ordinal, kept_id, best, temp, min_z, MAX_LISTED
+                    )
+                    lower = find_lowest_kept(ordinals, masses, mass_limit)
+                    bit = tl.full([], 0, tl.uint32)
             else:
                 excess = tl.where(is_typical | (k == 0), 0, tl.maximum(num_above - k, 0))
                 kept_z = scaled_difference(ordinal_to_score(kept_ordinal), best, temp)
@@ -1181,6 +1195,47 @@ def find_kept_candidate(
             candidate_score = tl.where(goes_on, winner_score, candidate_score)
             phase = tl.where(goes_on, TRY, DONE)
     return candidate
+
+
+@jit
+def load_kept(listed, size, kept_ordinal, kept_id, best, temp, min_z, MAX_LISTED: tl.constexpr):
+    """Load the ids, ordinals and masses of a whole list; those of tokens not kept are 0."""
+    place = tl.arange(0, MAX_LISTED)
+    exists = place < size
+    ids = tl.load(listed + place, mask=exists, other=0, cache_modifier=".cg")
+    encoded = tl.load(listed + MAX_LISTED + place, mask=exists, other=0, cache_modifier=".cg")
+    scores = encoded.to(tl.float32, bitcast=True)
+    ordinals = score_to_ordinal(scores)
+    z = scaled_difference(scores, best, temp)
+    kept = (ordinals > kept_ordinal) | ((ordinals == kept_ordinal) & (ids < kept_id))
+    kept &= exists & (z >= min_z) & (scores > -float("inf"))
+    return ids, tl.where(kept, ordinals, 0), tl.where(kept, integer_mass(z), 0)
+
+
+@jit
+def find_lowest_kept(ordinals, masses, mass_limit):
+    """Find the lowest ordinal above which there is less than a mass, bit by bit."""
+    MASS_UNIT: tl.constexpr = 2.0**-40
+    lower = tl.full([], 0, tl.uint32)
+    bit = tl.full([], 0x80000000, tl.uint32)
+    for _ in range(32):
+        mass_above = tl.sum(tl.where(ordinals > (lower | (bit - 1)), masses, 0), 0)
+        fits = mass_above.to(tl.float64) * MASS_UNIT < mass_limit
+        lower = tl.where(fits, lower, lower | bit)
+        bit = bit >> 1
+    return lower
+
+
+@jit
+def find_tie_end(ids, is_tied, num_kept):
+    """Find the highest id below which there are at most `num_kept` of the tied tokens."""
+    end = 0
+    step = 1 << 30
+    for _ in range(31):
+        num_below = tl.sum((is_tied & (ids < end + step)).to(tl.int32), 0)
+        end = tl.where(num_below <= num_kept, end + step, end)
+        step = step >> 1
+    return end
 
 
 @jit
