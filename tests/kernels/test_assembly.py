@@ -107,7 +107,12 @@ def run_ptx(
 def test_gemm_dequantizes_4bit_codes(kind: str, dtype: torch.dtype) -> None:
     words = torch.randint(0, 1 << 32, (5000,))
     codes = torch.stack([words >> 4 * j & 15 for j in range(8)])
-    inputs = {"$4": words, "$5": duplicate(0.25, dtype, len(words))}
+    scale_factor = 1.0
+    sum_factor = 1.0
+    if kind == "mxfp4" and dtype == torch.bfloat16:
+        scale_factor = packed_gemm.FP4_SCALE_FACTOR.value
+        sum_factor = packed_gemm.FP4_SUM_FACTOR.value
+    inputs = {"$4": words, "$5": duplicate(0.25 * scale_factor, dtype, len(words))}
     if kind == "int":
         exponent = 128 if dtype == torch.bfloat16 else 1024
         inputs["$6"] = duplicate(0.125, dtype, len(words))
@@ -127,7 +132,8 @@ def test_gemm_dequantizes_4bit_codes(kind: str, dtype: torch.dtype) -> None:
     registers = run_ptx(asm, inputs, dtype)
     for i in range(4):
         pair = torch.stack([expected[i], expected[i + 4]], -1)
-        assert torch.equal(words_to_floats(registers[f"${i}"], dtype).double(), pair.double())
+        actual = words_to_floats(registers[f"${i}"], dtype).double() * sum_factor
+        assert torch.equal(actual, pair.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

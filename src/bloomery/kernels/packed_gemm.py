@@ -45,6 +45,7 @@ import torch
 from bloomery.kernels.launch import (
     is_hopper,
     jit,
+    kernel_constant,
     launch_dependents,
     next_power_of_2,
     num_multiprocessors,
@@ -60,6 +61,13 @@ MIN_STREAM_K_COLUMNS = 1200  # columns of a tile that keep a program busy, measu
 REDUCE_WIDTH = 1024  # outputs per program of split_k_reduce_kernel
 REDUCE_TOKENS = 16  # tokens per program of stream_k_reduce_kernel
 PERMUTE_WIDTH = 2048  # columns per program of permute_inputs_kernel
+
+
+# The moved bits of a 4-bit float are 2 ** -126 of its value in bfloat16 (`mxfp4_to_16bit_asm`). Its
+# scale corrects a part of that, and a multiplication of the sums the rest. So scales up to 2 ** 87
+# do not overflow, and weights from 2 ** -40 on keep their precision.
+FP4_SCALE_FACTOR = kernel_constant(2.0**40)
+FP4_SUM_FACTOR = kernel_constant(2.0**86)
 
 
 class PackedGemmTiling(NamedTuple):
@@ -852,6 +860,8 @@ def multiply_tile(
     y = tl.reshape(y, (BLOCK_OUT, BLOCK_TOKENS))
     if SCALE_SUMS:
         y = y * tl.load(scale + scale_row(row, ROWS_PER_SCALE)).to(tl.float32)[:, None]
+    if KIND == "mxfp4" and tl.bfloat16 == TYPE and DEQUANTIZE_ASM is not None:
+        y = y * FP4_SUM_FACTOR
     return y
 
 
@@ -1057,6 +1067,8 @@ def dequantize_unit(
             )
             return first, second, third, fourth
     else:
+        if KIND == "mxfp4" and tl.bfloat16 == TYPE:
+            s = s * FP4_SCALE_FACTOR
         factor = broadcast_scales(s, TYPE)
         if KIND == "codebook":
             return tl.inline_asm_elementwise(
@@ -1225,12 +1237,12 @@ def mxfp4_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:
     """Move the bits of 4-bit floats to their places; a factor then corrects the exponent.
 
     A code has a sign, two bits of the exponent and one of the mantissa. Without exponent bits it is
-    a denormal number, and the moved bits are so too.
+    a denormal number, and the moved bits are so too. The range of bfloat16 lets the scale do a part
+    of the correction, and one multiplication of the sums the rest (FP4_SCALE_FACTOR).
     """
     lowest_bit = 6 if is_bf16 else 9
     mask = "0x01c001c0" if is_bf16 else "0x0e000e00"
-    factor = "0x7e807e80" if is_bf16 else "0x74007400"  # 2 ** 126, 2 ** 14
-    lines = [f"mov.b32 m, {factor};"]
+    lines = [] if is_bf16 else ["mov.b32 m, 0x74007400;"]  # 2 ** 14
     for i in range(4):
         shift = lowest_bit - 4 * i
         lines += [
@@ -1238,8 +1250,9 @@ def mxfp4_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:
             "and.b32 u, t, 0x80008000;",
             f"shl.b32 t, w, {shift};" if shift >= 0 else f"shr.u32 t, w, {-shift};",
             f"lop3.b32 v{i}, t, {mask}, u, 0xEA;",
-            f"mul.rn.{vector_type} v{i}, v{i}, m;",
         ]
+        if not is_bf16:
+            lines.append(f"mul.rn.{vector_type} v{i}, v{i}, m;")
     return lines
 
 
