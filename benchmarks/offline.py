@@ -96,6 +96,7 @@ def read_shape(name: str) -> dict[str, Any]:
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma-3-27b": read_shape("gemma-3-27b"),
+    "qwen3-30b-a3b": read_shape("qwen3-30b-a3b"),
     "qwen3.6-35b-a3b": read_shape("qwen3.6-35b-a3b"),
     "nemotron-3-nano": read_shape("nemotron-3-nano"),
     "lfm2-350m": read_shape("lfm2-350m"),
