@@ -34,6 +34,8 @@ EVERYDAY = {
     "opt-350m",  # learned positions
     "olmo2",  # norms of q and k
     "cohere-normed",  # norms of q and k per head, parallel blocks
+    "qwen3_next",  # gated delta nets, whose projections are fused by head
+    "nemotron_h-latent",  # Mamba-2, experts in a latent space, one block per layer
     "llama",  # none of these
 }
 

@@ -929,7 +929,7 @@ CASES = [
         tf.NemotronHConfig,
         **NEMOTRON_H | GROUPS,
         hybrid_override_pattern="E*M",
-        moe_latent_size=20,
+        moe_latent_size=24,
         use_bias=True,
     ),
     parity_case(

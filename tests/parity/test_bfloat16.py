@@ -22,7 +22,17 @@ SCORE_PROMPT = SamplingParams(
 )
 
 
-NAMES = ["mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe-groups", "laguna-window", "llama4_text"]
+NAMES = [
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "glm4_moe-groups",
+    "laguna-window",
+    "llama4_text",
+    "lfm2_moe",
+    "nemotron_h-latent",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
