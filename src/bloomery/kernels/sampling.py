@@ -1207,9 +1207,9 @@ def load_kept(listed, size, kept_ordinal, kept_id, best, temp, min_z, MAX_LISTED
     scores = encoded.to(tl.float32, bitcast=True)
     ordinals = score_to_ordinal(scores)
     z = scaled_difference(scores, best, temp)
-    kept = (ordinals > kept_ordinal) | ((ordinals == kept_ordinal) & (ids < kept_id))
-    kept &= exists & (z >= min_z) & (scores > -float("inf"))
-    return ids, tl.where(kept, ordinals, 0), tl.where(kept, integer_mass(z), 0)
+    is_kept = (ordinals > kept_ordinal) | ((ordinals == kept_ordinal) & (ids < kept_id))
+    is_kept &= exists & (z >= min_z) & (scores > -float("inf"))
+    return ids, tl.where(is_kept, ordinals, 0), tl.where(is_kept, integer_mass(z), 0)
 
 
 @jit
