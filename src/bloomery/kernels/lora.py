@@ -21,8 +21,23 @@ from typing import NamedTuple
 
 import torch
 
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
+
+# Up to this many rows, each adapter of a block of rows gets programs of its own. With more rows,
+# most blocks have one adapter, and a program takes all adapters of its block one after another.
+MAX_PARALLEL_ROWS = 128
+SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
+MAX_SPLITS = 16  # programs among which the columns of A are divided
 
 
 class AdapterBatch:
@@ -78,9 +93,14 @@ class LoraRows(NamedTuple):
 def lora_shrink(
     x: torch.Tensor, matrices: LoraMatrices, rows: LoraRows, pool: ThreadPool | None = None
 ) -> torch.Tensor:
-    """x [rows, in] -> [rows, parts * rank] in float32; rows without an adapter are not defined."""
+    """x [rows, in] -> [rows, parts * rank] in float32; rows without an adapter are not defined.
+
+    On a GPU the result has partial sums: [splits, rows, parts * rank].
+    """
     if pool is not None and pool.accepts(x):
         return ops.lora_shrink(pool, x, matrices.a, rows.slots, rows.experts)
+    if use_triton(x):
+        return lora_shrink_triton(x, matrices, rows)
     return lora_shrink_reference(x, matrices, rows)
 
 
@@ -105,6 +125,9 @@ def lora_expand(
         _, b, parts, bias = matrices
         ops.lora_expand(pool, shrunk, b, parts, rows.slots, y, rows.experts, bias)
         return
+    if use_triton(y):
+        lora_expand_triton(shrunk.view(-1, *shrunk.shape[-2:]), matrices, rows, y)
+        return
     lora_expand_reference(shrunk, matrices, rows, y)
 
 
@@ -120,6 +143,317 @@ def lora_expand_reference(
         if matrices.bias is not None:
             delta = delta + matrices.bias[slot].float()
         y[index] = (y[index].float() + delta).to(y.dtype)
+
+
+def lora_bias(
+    shrunk: torch.Tensor,
+    matrices: LoraMatrices,
+    rows: LoraRows,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return bias + B times the only shrunk row: [out].
+
+    With one row, an adapter is nothing but another bias. So every kernel that fuses a bias with the
+    product, whatever the format of the weights, fuses the adapter as well. Needs Triton.
+    """
+    out = torch.empty(1, len(matrices.parts), dtype=dtype, device=shrunk.device)
+    lora_expand_triton(shrunk, matrices, rows, out, bias, accumulates=False)
+    return out[0]
+
+
+def select_row_block(num_rows: int, num_matrices: int) -> tuple[int, int]:
+    """Return the rows of a block, and the programs among which its adapters are divided."""
+    if num_rows > MAX_PARALLEL_ROWS:
+        return 64, 1
+    return 16, min(16, num_rows, num_matrices)
+
+
+def lora_shrink_triton(
+    x: torch.Tensor, matrices: LoraMatrices, rows: LoraRows, splits: int | None = None
+) -> torch.Tensor:
+    """Run the kernel: partial sums [splits, rows, parts * rank]."""
+    x = x.contiguous()
+    num_rows, inputs = x.shape
+    num_slots, num_experts, width, _ = matrices.a.shape
+    if splits is None:
+        splits = min(MAX_SPLITS, -(-inputs // SHRINK_COLUMNS))
+    out = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
+    block_rows, parallel = select_row_block(num_rows, num_slots * num_experts)
+    block_width = 16 if num_rows <= MAX_PARALLEL_ROWS else min(64, next_power_of_2(width))
+    grid = (-(-num_rows // block_rows) * parallel, -(-width // block_width), splits)
+    lora_shrink_kernel[grid](
+        x,
+        matrices.a,
+        rows.slots,
+        rows.slots if rows.experts is None else rows.experts,
+        out,
+        num_rows,
+        matrices.a.stride(0),
+        matrices.a.stride(1),
+        INPUTS=inputs,
+        WIDTH=width,
+        NUM_EXPERTS=num_experts,
+        HAS_EXPERTS=rows.experts is not None,
+        ROWS_PER_TOKEN=num_rows // len(rows.slots),
+        PARALLEL=parallel,
+        BLOCK_ROWS=block_rows,
+        BLOCK_WIDTH=block_width,
+        BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        **pdl_options(x.device),
+    )
+    return out
+
+
+def lora_expand_triton(
+    shrunk: torch.Tensor,
+    matrices: LoraMatrices,
+    rows: LoraRows,
+    y: torch.Tensor,
+    start: torch.Tensor | None = None,
+    accumulates: bool = True,
+) -> None:
+    """Run the kernel: shrunk has partial sums [splits, rows, parts * rank].
+
+    With `accumulates` the products are added to y; otherwise y becomes start [out] + products.
+    """
+    num_slots, num_experts, outputs, rank = matrices.b.shape
+    splits, num_rows, width = shrunk.shape
+    block_rows, parallel = select_row_block(num_rows, num_slots * num_experts)
+    block_out = 64 if outputs <= 8192 else 128
+    grid = (-(-num_rows // block_rows) * parallel, -(-outputs // block_out))
+    bias = matrices.bias
+    lora_expand_kernel[grid](
+        shrunk,
+        matrices.b,
+        matrices.parts,
+        y if bias is None else bias,
+        y if start is None else start,
+        rows.slots,
+        rows.slots if rows.experts is None else rows.experts,
+        y,
+        num_rows,
+        matrices.b.stride(0),
+        matrices.b.stride(1),
+        0 if bias is None else bias.stride(0),
+        OUTPUTS=outputs,
+        WIDTH=width,
+        RANK=rank,
+        RANK_POW2=max(16, next_power_of_2(rank)),
+        SPLITS=splits,
+        NUM_EXPERTS=num_experts,
+        HAS_EXPERTS=rows.experts is not None,
+        ROWS_PER_TOKEN=num_rows // len(rows.slots),
+        HAS_BIAS=bias is not None,
+        HAS_START=start is not None,
+        ACCUMULATES=accumulates,
+        PARALLEL=parallel,
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=block_out,
+        PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
+        num_warps=4,
+        **pdl_options(y.device),
+    )
+
+
+@jit
+def load_matrix_ids(
+    slots,
+    experts,
+    row,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+):
+    """Return slot * NUM_EXPERTS + expert of each row, -1 where it has no adapter."""
+    slot = tl.load(slots + row // ROWS_PER_TOKEN, mask=row < num_rows, other=-1)
+    matrix = slot * NUM_EXPERTS
+    if HAS_EXPERTS:
+        expert = tl.load(experts + row, mask=row < num_rows, other=-1)
+        is_expert = (expert >= 0) & (expert < NUM_EXPERTS)
+        matrix = tl.where((slot >= 0) & is_expert, matrix + expert, -1)
+    return tl.where(slot >= 0, matrix, -1)
+
+
+@jit
+def rank_distinct(matrix, BLOCK_ROWS: tl.constexpr):
+    """Number the distinct matrices of a block of rows.
+
+    Returns the number of each row's matrix, -1 for none, and how many distinct ones there are.
+    """
+    i = tl.arange(0, BLOCK_ROWS)
+    # A matrix is numbered by the distinct matrices that are larger than it.
+    same_before = (matrix[:, None] == matrix[None, :]) & (i[None, :] < i[:, None])
+    is_first = (tl.sum(same_before.to(tl.int32), 1) == 0) & (matrix >= 0)
+    larger = (matrix[None, :] > matrix[:, None]) & is_first[None, :]
+    number = tl.sum(larger.to(tl.int32), 1)
+    return tl.where(matrix >= 0, number, -1), tl.sum(is_first.to(tl.int32), 0)
+
+
+@jit
+def lora_shrink_kernel(
+    x,  # [num_rows, INPUTS]
+    a,  # [slots, NUM_EXPERTS, WIDTH, INPUTS]
+    slots,  # [num_rows / ROWS_PER_TOKEN]
+    experts,  # [num_rows]
+    out,  # [splits, num_rows, WIDTH]
+    num_rows,
+    slot_stride,
+    expert_stride,
+    INPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program multiplies a block of rows, for every PARALLEL-th of its distinct adapters."""
+    launch_dependents(PDL)
+    if HAS_EXPERTS:
+        wait_for_previous(PDL)  # the router of this step writes the experts
+    row = tl.program_id(0) // PARALLEL * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    matrix = load_matrix_ids(
+        slots, experts, row, num_rows, NUM_EXPERTS, HAS_EXPERTS, ROWS_PER_TOKEN
+    )
+    number, count = rank_distinct(matrix, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    is_column = column < WIDTH
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    per_split = tl.cdiv(tl.cdiv(INPUTS, BLOCK_IN), num_splits) * BLOCK_IN
+    first_in = split * per_split
+    end_in = tl.minimum(first_in + per_split, INPUTS)
+    k = tl.arange(0, BLOCK_IN)
+    if not HAS_EXPERTS:
+        wait_for_previous(PDL)
+    for current in range(tl.program_id(0) % PARALLEL, count, PARALLEL):
+        is_own = number == current
+        own = tl.max(tl.where(is_own, matrix, -1), 0).to(tl.int64)
+        own_a = a + own // NUM_EXPERTS * slot_stride + own % NUM_EXPERTS * expert_stride
+        total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+        for start in range(first_in, end_in, BLOCK_IN):
+            is_input = start + k < end_in
+            a_tile = tl.load(
+                own_a + column[:, None] * INPUTS + (start + k)[None, :],
+                mask=is_column[:, None] & is_input[None, :],
+                other=0.0,
+            )
+            x_tile = tl.load(
+                x + row.to(tl.int64)[:, None] * INPUTS + (start + k)[None, :],
+                mask=is_own[:, None] & is_input[None, :],
+                other=0.0,
+            )
+            total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision=PRECISION)
+        offset = (split * num_rows + row).to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tl.store(out + offset, total, mask=is_own[:, None] & is_column[None, :])
+
+
+@jit
+def lora_expand_kernel(
+    shrunk,  # [SPLITS, num_rows, WIDTH]
+    b,  # [slots, NUM_EXPERTS, OUTPUTS, RANK]
+    parts,  # [OUTPUTS]
+    bias,  # [slots, OUTPUTS]
+    start,  # [OUTPUTS]
+    slots,  # [num_rows / ROWS_PER_TOKEN]
+    experts,  # [num_rows]
+    y,  # [num_rows, OUTPUTS]
+    num_rows,
+    slot_stride,
+    expert_stride,
+    bias_stride,
+    OUTPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_POW2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_START: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program computes BLOCK_OUT outputs of a block of rows.
+
+    It does so for every PARALLEL-th of the block's distinct adapters.
+    """
+    launch_dependents(PDL)
+    if HAS_EXPERTS:
+        wait_for_previous(PDL)  # the router of this step writes the experts
+    row = tl.program_id(0) // PARALLEL * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    matrix = load_matrix_ids(
+        slots, experts, row, num_rows, NUM_EXPERTS, HAS_EXPERTS, ROWS_PER_TOKEN
+    )
+    number, count = rank_distinct(matrix, BLOCK_ROWS)
+    output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    is_output = output < OUTPUTS
+    r = tl.arange(0, RANK_POW2)
+    part = tl.load(parts + output, mask=is_output, other=-1)
+    first_part = tl.min(tl.where(is_output, part, 2147483647), 0)
+    last_part = tl.max(part, 0)
+    base = tl.zeros([BLOCK_OUT], tl.float32)
+    if HAS_START:
+        base = tl.load(start + output, mask=is_output, other=0.0).to(tl.float32)
+    offset = row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+    if not HAS_EXPERTS:
+        wait_for_previous(PDL)
+    if not ACCUMULATES:  # noqa: SIM102 (one condition is constant)
+        if tl.program_id(0) % PARALLEL == 0:
+            is_free = (matrix < 0) & (row < num_rows)
+            values = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32) + base[None, :]
+            tl.store(
+                y + offset,
+                values.to(y.dtype.element_ty),
+                mask=is_free[:, None] & is_output[None, :],
+            )
+    for current in range(tl.program_id(0) % PARALLEL, count, PARALLEL):
+        is_own = number == current
+        own = tl.max(tl.where(is_own, matrix, -1), 0).to(tl.int64)
+        slot = own // NUM_EXPERTS
+        own_b = b + slot * slot_stride + own % NUM_EXPERTS * expert_stride
+        mask = is_own[:, None] & is_output[None, :]
+        b_tile = tl.load(
+            own_b + output[:, None] * RANK + r[None, :],
+            mask=is_output[:, None] & (r < RANK)[None, :],
+            other=0.0,
+        )
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32) + base[None, :]
+        if ACCUMULATES:
+            total += tl.load(y + offset, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            own_bias = tl.load(bias + slot * bias_stride + output, mask=is_output, other=0.0)
+            total += own_bias.to(tl.float32)[None, :]
+        for current_part in range(first_part, last_part + 1):
+            column = current_part * RANK + r
+            low = tl.zeros([BLOCK_ROWS, RANK_POW2], tl.float32)
+            for split in tl.static_range(SPLITS):
+                low += tl.load(
+                    shrunk
+                    + (split * num_rows + row).to(tl.int64)[:, None] * WIDTH
+                    + column[None, :],
+                    mask=is_own[:, None] & (r < RANK)[None, :],
+                    other=0.0,
+                )
+            own_tile = tl.where((part == current_part)[:, None], b_tile, 0.0)
+            own_tile = own_tile.to(b_tile.dtype)
+            total = tl.dot(
+                low.to(b_tile.dtype), tl.trans(own_tile), total, input_precision=PRECISION
+            )
+        tl.store(y + offset, total.to(y.dtype.element_ty), mask=mask)
 
 
 def lora_lookup(
@@ -139,12 +473,92 @@ def lora_lookup(
     if pool is not None and pool.accepts(tables[:0], out):
         ops.lora_lookup(pool, token_ids, tables, slots, first_id, out, active)
         return
+    if use_triton(out):
+        lora_lookup_triton(token_ids, tables, slots, first_id, out, active)
+        return
+    lora_lookup_reference(token_ids, tables, slots, first_id, out, active)
+
+
+def lora_lookup_reference(
+    token_ids: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    first_id: int,
+    out: torch.Tensor,
+    active: torch.Tensor | None = None,
+) -> None:
+    """The same as `lora_lookup`, in torch."""
     index = token_ids.long() - first_id
     is_inside = (index >= 0) & (index < tables.shape[1])
     slot = slots.long()
     values = tables[slot.clamp(min=0), index.clamp(0, tables.shape[1] - 1)]
     values = torch.where((is_inside & (slot >= 0))[:, None], values, 0).to(out.dtype)
     out.copy_(values if active is None else torch.where(uses(active, slots), values, out))
+
+
+def lora_lookup_triton(
+    token_ids: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    first_id: int,
+    out: torch.Tensor,
+    active: torch.Tensor | None = None,
+) -> None:
+    """Run the kernel."""
+    _, num_ids, width = tables.shape
+    block = min(1024, next_power_of_2(width))
+    lora_lookup_kernel[(len(token_ids), -(-width // block))](
+        token_ids,
+        tables,
+        slots,
+        slots if active is None else active,
+        out,
+        first_id,
+        num_ids,
+        tables.stride(0),
+        WIDTH=width,
+        HAS_ACTIVE=active is not None,
+        BLOCK=block,
+        num_warps=4,
+        **pdl_options(out.device),
+    )
+
+
+@jit(do_not_specialize=["first_id", "num_ids"])
+def lora_lookup_kernel(
+    token_ids,  # [rows]
+    tables,  # [slots, num_ids, WIDTH]
+    slots,  # [rows]
+    active,  # [slots]
+    out,  # [rows, WIDTH]
+    first_id,
+    num_ids,
+    slot_stride,
+    WIDTH: tl.constexpr,
+    HAS_ACTIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program copies BLOCK columns of one row."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    index = tl.load(token_ids + row).to(tl.int64) - first_id
+    is_inside = (slot >= 0) & (index >= 0) & (index < num_ids)
+    written_width = WIDTH
+    if HAS_ACTIVE:
+        is_active = tl.load(active + tl.maximum(slot, 0)) != 0
+        written_width = tl.where((slot >= 0) & is_active, WIDTH, 0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(
+        tables + slot * slot_stride + index * WIDTH + column,
+        mask=column < tl.where(is_inside, WIDTH, 0),
+        other=0.0,
+    )
+    tl.store(
+        out + row * WIDTH + column, values.to(out.dtype.element_ty), mask=column < written_width
+    )
 
 
 def lora_project(

@@ -142,6 +142,9 @@ class LinearLayer:
     ) -> ResidualStream:
         """Add the part of each row's adapter to the product, before the epilogue."""
         normed = apply_norm(x, prologue, self.pool)
+        if len(normed) == 1 and normed.is_cuda:
+            bias = adapters.as_bias(normed, self.bias)
+            return LinearLayer(self.matrix, bias)(normed, None, epilogue)
         y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
         return apply_epilogue(y, epilogue, self.pool)
 

@@ -18,6 +18,7 @@ from bloomery.kernels.lora import (
     AdapterBatch,
     LoraMatrices,
     LoraRows,
+    lora_bias,
     lora_expand,
     lora_lookup,
     lora_project,
@@ -81,6 +82,17 @@ class LinearAdapters:
         shrunk = lora_shrink(x, self.matrices, rows, pool)
         lora_expand(shrunk, self.matrices, rows, y, pool)
         return y
+
+    def as_bias(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the bias [out] of a step of one row: that of the layer, and the adapter's part.
+
+        x [1, in] on a GPU.
+        """
+        slots = self.batch.slots
+        assert slots is not None and self.matrices is not None
+        rows = LoraRows(slots)
+        shrunk = lora_shrink(x, self.matrices, rows)
+        return lora_bias(shrunk, self.matrices, rows, bias, x.dtype)
 
 
 class TableAdapters:

@@ -61,7 +61,9 @@ def compile_step_kernels(
     discovery.capture_all(unmeasured_prefills(specs, decoder.dtype, cache.dtype, decoder.device))
     wait_for_step = discovery.start_compiling()
     runner = build_small_runner(small_decoder, small_cache, plan, backend, discovery.pool)
-    for shape in runner.list_captured_shapes(with_masked=False):
+    for shape in runner.list_captured_shapes(
+        with_masked=False, with_adapters=decoder.adapter_memory is not None
+    ):
         runner.capture(shape, discovery.missing)
     wait_for_captured = discovery.start_compiling()
     wait_for_step()

@@ -292,7 +292,9 @@ class Worker:
         activation_bytes = measure_activation_memory(
             self.decoder, self.backend, self.plan, self.kv_cache_dtype, self._captured_tokens()
         )
-        return activation_bytes + GRAPH_OVERHEAD_BYTES
+        # Steps with adapters have graphs of their own.
+        num_kinds = 1 if self.adapters is None else 2
+        return activation_bytes + num_kinds * GRAPH_OVERHEAD_BYTES
 
     def _captured_tokens(self) -> int:
         """Positions of the largest CUDA graph."""

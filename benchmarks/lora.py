@@ -1,0 +1,324 @@
+"""What LoRA adapters cost on one GPU, with random weights of a real shape.
+
+    PYTHONPATH=src:. python3 benchmarks/lora.py check
+    PYTHONPATH=src:. python3 benchmarks/lora.py step llama-8b --rows 1 64
+    PYTHONPATH=src:. python3 benchmarks/lora.py load llama-8b --registered 256 --slots 32
+
+check: the kernels against their references on the GPU, and the matrices of one layer, timed.
+
+step: the time of a decode step, for each number of rows: without adapters in an engine that takes
+none, then in an engine that has loaded sixteen of them: rows of the base model, all rows with one
+adapter, and rows with sixteen adapters in turn. Adapters have rank 16 on all projections. `cost` is
+relative to the engine that takes no adapters, `bytes` the share of the weights that the adapters of
+the step add to what has to be read.
+
+load: tokens per second of 512 requests whose adapters are chosen from many with skewed popularity
+(Zipf), and of the same requests without adapters, in one engine.
+
+Prints one JSON line per measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.offline import SHAPES, create_engine
+
+RANK = 16
+NUM_ADAPTERS = 16  # mixed in one step
+CONTEXT = 128  # tokens of each prompt
+STEPS = 96  # timed steps
+REPEAT = 3
+
+
+def write_adapter(shape: str, folder: Path, seed: int = 0) -> Path:
+    """Write a random adapter of a Llama in PEFT's format; returns its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = SHAPES[shape]
+    hidden = config["hidden_size"]
+    inner = config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    sizes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (outputs, inputs) in sizes.items():
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            a = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
+            b = torch.randn(outputs, RANK, generator=generator) * 0.01
+            tensors[f"{path}.lora_A.weight"] = a.bfloat16()
+            tensors[f"{path}.lora_B.weight"] = b.bfloat16()
+    folder.mkdir(parents=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    names = sorted({name.rpartition(".")[2] for name in sizes})
+    values = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": names}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def start_engine(shape: str, folder: Path, **options: Any) -> Any:
+    """An LLM with random weights."""
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    start = time.time()
+    llm = create_engine("bloomery", folder, options)
+    print(json.dumps({"startup_s": round(time.time() - start, 1), **options}), flush=True)
+    return llm
+
+
+def time_steps(llm: Any, rows: int, adapters: Sequence[str], path: Path) -> float:
+    """Seconds of a decode step of `rows` requests that have these adapters in turn."""
+    from bloomery.messages import EngineRequest, ResolvedSampling
+
+    loop = llm.loop
+    vocab = llm.capacity.vocab
+    results = []
+    for _ in range(REPEAT):
+        pending = set()
+        for i in range(rows):
+            prompt = tuple((37 * i + 11 * j) % (vocab - 20) + 10 for j in range(CONTEXT))
+            request = EngineRequest(
+                f"row {i}",
+                prompt,
+                ResolvedSampling(temperature=0.0),
+                4 * STEPS,
+                cache_salt=f"{i} {time.time()}",
+            )
+            if adapters:
+                name = adapters[i % len(adapters)]
+                request = replace(request, lora=name, lora_path=str(path))
+            loop.add(request)
+            pending.add(request.id)
+        while pending:
+            outputs = loop.step()
+            errors = [output.error for output in outputs if output.error]
+            if errors:
+                raise SystemExit(errors[0])
+            pending -= {output.request for output in outputs if output.ids}
+        for _ in range(8):
+            loop.step()
+        start = time.time()
+        for _ in range(STEPS):
+            loop.step()
+        results.append((time.time() - start) / STEPS)
+        for i in range(rows):
+            loop.abort(f"row {i}")
+        while loop.busy:
+            loop.step()
+    return statistics.median(results)
+
+
+def measure_steps(shape: str, row_counts: Sequence[int], adapter: Path, folder: Path) -> None:
+    """Print the times of decode steps with and without adapters."""
+    import gc
+
+    import torch
+
+    options: dict[str, Any] = {"max_num_seqs": max(row_counts), "kv_cache_gib": 8.0}
+    llm = start_engine(shape, folder, **options)
+    base = {rows: time_steps(llm, rows, (), adapter) for rows in row_counts}
+    weights = llm.capacity.weights_bytes
+    llm.executor.close()
+    del llm
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+    llm = start_engine(shape, folder, enable_lora=True, max_loras=NUM_ADAPTERS, **options)
+    names = [f"adapter {i}" for i in range(NUM_ADAPTERS)]
+    time_steps(llm, max(row_counts), names, adapter)  # all are loaded
+    adapter_bytes = (adapter / "adapter_model.safetensors").stat().st_size
+    for rows in row_counts:
+        cases = {"base rows": (), "one adapter": names[:1], "mixed": names}
+        for case, chosen in cases.items():
+            seconds = time_steps(llm, rows, chosen, adapter)
+            distinct = min(rows, len(chosen))
+            row = {
+                "shape": shape,
+                "rows": rows,
+                "case": case,
+                "adapters": distinct,
+                "ms": round(1000 * seconds, 3),
+                "base_ms": round(1000 * base[rows], 3),
+                "cost": f"{100 * (seconds / base[rows] - 1):.1f} %",
+                "bytes": f"{100 * distinct * adapter_bytes / weights:.1f} %",
+            }
+            print(json.dumps(row), flush=True)
+
+
+def measure_popularity(
+    shape: str, registered: int, slots: int, adapter: Path, folder: Path, rows: int
+) -> None:
+    """Print the throughput of requests with many adapters of skewed popularity."""
+    from bloomery.messages import EngineRequest, ResolvedSampling
+
+    llm = start_engine(
+        shape,
+        folder,
+        enable_lora=True,
+        max_loras=slots,
+        max_cpu_loras=registered,
+        max_num_seqs=rows,
+    )
+    loop = llm.loop
+    numbers = random.Random(0)
+    weights = [1 / (rank + 1) for rank in range(registered)]
+    choices = numbers.choices(range(registered), weights, k=8 * rows)
+
+    def run(name: str, with_adapters: bool) -> float:
+        sampling = ResolvedSampling(temperature=0.0)
+        for i, choice in enumerate(choices):
+            prompt = tuple(numbers.randrange(10, 30000) for _ in range(CONTEXT))
+            request = EngineRequest(f"{name} {i}", prompt, sampling, CONTEXT)
+            if with_adapters:
+                request = replace(request, lora=f"adapter {choice}", lora_path=str(adapter))
+            loop.add(request)
+        start = time.time()
+        num_tokens = 0
+        while loop.busy:
+            for output in loop.step():
+                if output.error:
+                    raise SystemExit(output.error)
+                num_tokens += len(output.ids)
+        return num_tokens / (time.time() - start)
+
+    run("warm-up", True)  # reads the adapters into host memory
+    base = run("base", False)
+    adapted = run("adapted", True)
+    row = {
+        "shape": shape,
+        "rows": rows,
+        "registered": registered,
+        "used": len(set(choices)),
+        "slots": slots,
+        "base_tok_s": round(base, 1),
+        "tok_s": round(adapted, 1),
+        "share": f"{100 * adapted / base:.1f} %",
+    }
+    print(json.dumps(row), flush=True)
+
+
+def check_kernels() -> None:
+    """Compare the kernels with their references on the GPU, and time those of one 8B layer."""
+    import torch
+
+    from bloomery.kernels.lora import (
+        LoraMatrices,
+        LoraRows,
+        lora_expand_reference,
+        lora_expand_triton,
+        lora_shrink_reference,
+        lora_shrink_triton,
+    )
+
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    layers = {
+        "qkv": (4096, (4096, 1024, 1024)),
+        "o": (4096, (4096,)),
+        "gate | up": (4096, (14336, 14336)),
+        "down": (14336, (4096,)),
+    }
+    for name, (inputs, parts) in layers.items():
+        outputs = sum(parts)
+        shape_a = (NUM_ADAPTERS, 1, len(parts) * RANK, inputs)
+        a = (torch.randn(shape_a, device=device) / inputs**0.5).bfloat16()
+        b = torch.randn(NUM_ADAPTERS, 1, outputs, RANK, device=device).bfloat16()
+        bias = torch.zeros(NUM_ADAPTERS, outputs, device=device).bfloat16()
+        counts = torch.tensor(parts, device=device)
+        row_parts = torch.arange(len(parts), device=device).repeat_interleave(counts).int()
+        matrices = LoraMatrices(a, b, row_parts, bias)
+        for rows in (1, 64, 1000):
+            for distinct in (1, NUM_ADAPTERS)[: 1 + (rows > 1)]:
+                slots = (torch.arange(rows, device=device) % (distinct + 1) - 1).int()
+                slots[0] = 0
+                lora_rows = LoraRows(slots)
+                x = torch.randn(rows, inputs, device=device).bfloat16()
+                y = torch.randn(rows, outputs, device=device).bfloat16()
+                expected = y.clone()
+                low = lora_shrink_reference(x, matrices, lora_rows)
+                lora_expand_reference(low, matrices, lora_rows, expected)
+                actual = y.clone()
+                shrunk = lora_shrink_triton(x, matrices, lora_rows)
+                lora_expand_triton(shrunk, matrices, lora_rows, actual)
+                error = (actual.float() - expected.float()).abs().max() / expected.abs().max()
+                row = {
+                    "layer": name,
+                    "rows": rows,
+                    "adapters": distinct,
+                    "error": round(float(error), 5),
+                    "shrink_us": time_kernel(partial(lora_shrink_triton, x, matrices, lora_rows)),
+                    "expand_us": time_kernel(
+                        partial(lora_expand_triton, shrunk, matrices, lora_rows, y)
+                    ),
+                }
+                print(json.dumps(row), flush=True)
+                if error > 0.02:
+                    raise SystemExit(f"{name}: the kernels differ from their references")
+
+
+def time_kernel(work: Any) -> float:
+    """Microseconds of a launch within a CUDA graph of a hundred."""
+    import torch
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(100):
+            work()
+    graph.replay()
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return round(start.elapsed_time(end) * 10, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("check", "step", "load"))
+    parser.add_argument("shape", nargs="?", default="llama-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--registered", type=int, default=256)
+    parser.add_argument("--slots", type=int, default=32)
+    args = parser.parse_args()
+    if args.command == "check":
+        check_kernels()
+        return
+    work = Path(tempfile.mkdtemp())
+    adapter = write_adapter(args.shape, work / "adapter")
+    folder = work / args.shape
+    if args.command == "step":
+        measure_steps(args.shape, args.rows, adapter, folder)
+    else:
+        measure_popularity(args.shape, args.registered, args.slots, adapter, folder, max(args.rows))
+
+
+if __name__ == "__main__":
+    main()

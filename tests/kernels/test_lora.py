@@ -1,0 +1,108 @@
+"""The kernels of LoRA adapters under the interpreter, against loops over slots in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bloomery.kernels.lora import (
+    LoraMatrices,
+    LoraRows,
+    lora_bias,
+    lora_expand_reference,
+    lora_expand_triton,
+    lora_lookup_reference,
+    lora_lookup_triton,
+    lora_shrink_reference,
+    lora_shrink_triton,
+)
+
+SLOTS = 3
+# Rows, inputs, outputs of each part, rank, experts per token of how many (0: no experts), dtype.
+SHAPES = [
+    (1, 40, (24,), 8, 0, torch.float32),
+    (5, 600, (40, 16, 16), 16, 0, torch.float32),
+    (20, 300, (70, 70), 24, 0, torch.float16),
+    (130, 64, (32,), 16, 0, torch.float32),
+    (6, 48, (20, 20), 8, 2, torch.float32),
+]
+
+
+def make_matrices(
+    inputs: int, parts: tuple[int, ...], rank: int, num_experts: int, dtype: torch.dtype
+) -> LoraMatrices:
+    """Random matrices of all slots, which lie in one block of memory as on the device."""
+    outputs = sum(parts)
+    sizes = (len(parts) * rank * inputs * num_experts, outputs * rank * num_experts, outputs)
+    memory = torch.randn(SLOTS, sum(sizes)).to(dtype)
+    a, b, bias = memory.split(sizes, 1)
+    row_parts = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts)).int()
+    return LoraMatrices(
+        a.unflatten(1, (num_experts, len(parts) * rank, inputs)),
+        b.unflatten(1, (num_experts, outputs, rank)),
+        row_parts,
+        bias if num_experts == 1 else None,
+    )
+
+
+def check_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    limit = 1e-5 if dtype == torch.float32 else 4e-3
+    assert (actual.float() - expected.float()).abs().max() <= limit * expected.abs().max()
+
+
+@pytest.mark.parametrize("num_rows, inputs, parts, rank, top_k, dtype", SHAPES)
+def test_kernels_equal_reference(
+    num_rows: int, inputs: int, parts: tuple[int, ...], rank: int, top_k: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(num_rows)
+    num_experts = 3 if top_k else 1
+    matrices = make_matrices(inputs, parts, rank, num_experts, dtype)
+    slots = torch.randint(-1, SLOTS, (num_rows,), dtype=torch.int32)
+    slots[0] = 1
+    experts = None
+    if top_k:  # an id outside of the range has no matrix
+        experts = torch.randint(-1, num_experts + 1, (num_rows, top_k), dtype=torch.int32)
+    rows = LoraRows(slots, experts)
+    count = num_rows * max(1, top_k)
+    x = torch.randn(count, inputs).to(dtype)
+    expected_low = lora_shrink_reference(x, matrices, rows)
+    partial = lora_shrink_triton(x, matrices, rows)
+    used = torch.zeros(count, dtype=torch.bool)
+    for _, _, index in rows.matrix_rows(num_experts):
+        used[index] = True
+    check_close(partial.sum(0)[used], expected_low[used], dtype)
+    y = torch.randn(count, sum(parts)).to(dtype)
+    expected = y.clone()
+    lora_expand_reference(expected_low, matrices, rows, expected)
+    lora_expand_triton(partial, matrices, rows, y)
+    check_close(y, expected, dtype)
+    assert used.any() and (num_rows == 1 or not used.all())
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_adapter_of_one_row_is_a_bias(slot: int, has_bias: bool) -> None:
+    matrices = make_matrices(40, (32, 16), 8, 1, torch.float32)
+    rows = LoraRows(torch.tensor([slot], dtype=torch.int32))
+    x = torch.randn(1, 40)
+    bias = torch.randn(48) if has_bias else None
+    expected = torch.zeros(1, 48) if bias is None else bias[None].clone()
+    lora_expand_reference(lora_shrink_reference(x, matrices, rows), matrices, rows, expected)
+    actual = lora_bias(lora_shrink_triton(x, matrices, rows), matrices, rows, bias, x.dtype)
+    check_close(actual, expected[0], torch.float32) if slot >= 0 or has_bias else None
+    assert torch.equal(actual == 0, expected[0] == 0)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_lookups_equal_reference(is_partial: bool) -> None:
+    """Ids outside of the tables become 0; with `active`, rows of other slots stay as they are."""
+    tables = torch.randn(SLOTS, 10 * 20)[:, : 9 * 20].unflatten(1, (9, 20))
+    slots = torch.tensor([0, -1, 2, 1, 2, 0], dtype=torch.int32)
+    token_ids = torch.tensor([4, 5, 3, 12, 20, 12])
+    active = torch.tensor([1, 0, 1], dtype=torch.int32) if is_partial else None
+    results = []
+    for lookup in (lora_lookup_reference, lora_lookup_triton):
+        out = torch.ones(6, 20)
+        lookup(token_ids, tables, slots, 4, out, active)
+        results.append(out)
+    assert torch.equal(*results)
