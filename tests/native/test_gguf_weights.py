@@ -56,6 +56,18 @@ def test_slices_of_blocks_equal_slices_of_values(pool: ThreadPool, kind: str) ->
     assert_close(weight.linear(x, bias), weight.reference(round_activations(x), bias))
 
 
+def test_a_few_unquantized_rows_are_rounded_to_eight_bits(pool: ThreadPool) -> None:
+    blocks, values = store_blocks("Q4_1", 64, 128, 0)
+    few = random_normal(1, 4, 128)
+    weight = blocks.cat([GgufMatrix(LazyTensor.from_tensor(few))]).prepare(torch.float32, CPU, pool)
+    assert isinstance(weight, NativeWeight)
+    assert torch.equal(weight.gather(torch.arange(64)), values)
+    assert_close(weight.gather(torch.arange(64, 68)), few, 6e-3)
+    many = GgufMatrix(LazyTensor.from_tensor(random_normal(1, 16, 128)))
+    assert isinstance(blocks.cat([many]).prepare(torch.float32, CPU, pool), DenseWeight)
+    assert isinstance(many.prepare(torch.float32, CPU, pool), DenseWeight)
+
+
 def test_a_slice_through_a_block_is_rounded_to_eight_bits(pool: ThreadPool) -> None:
     matrix, values = store_blocks("Q4_1", 8, 96, 0)
     weight = matrix.cols(16, 80).prepare(torch.float32, CPU, pool)

@@ -2,8 +2,8 @@
 
 The device and the dtype of activations decide which kernels multiply them:
 
-    native CPU kernels   float32 on a CPU. Blocks are interleaved for them. Q2_K, NVFP4 and shards
-                         that cut through a block are rounded to Q8_0.
+    native CPU kernels   float32 on a CPU. Blocks are interleaved for them. Q2_K, NVFP4, shards that
+                         cut through a block and a few unquantized rows are rounded to Q8_0.
     packed kernels       other devices and dtypes. Blocks are converted to a PackedWeight.
     none                 weights are dequantized while they are loaded: on a CPU without native
                          kernels (that is fastest there), and for shards that do not begin and end
@@ -30,6 +30,8 @@ from bloomery.quant.quantize_on_load import load_panels
 from bloomery.quant.quantized_weight import prepare_weight
 
 CPU = torch.device("cpu")
+# Share of a matrix: the rows of a gated delta net's beta and decay, which files keep in float32.
+MAX_UNQUANTIZED = 1 / 16
 
 
 class GgufMatrix(DenseMatrix):
@@ -62,10 +64,12 @@ class GgufMatrix(DenseMatrix):
         columns = self.shape[1]
         if columns % BLOCK_COLUMNS:
             return None
+        pieces = self.weight.pieces
+        unquantized_rows = sum(piece.num_rows for piece in pieces if piece.blocks is None)
+        if unquantized_rows > MAX_UNQUANTIZED * self.shape[0]:
+            return None
         segments: list[ops.MatrixSegment] = []
-        for piece in self.weight.pieces:
-            if piece.blocks is None:
-                return None
+        for piece in pieces:
             if has_native_layout(piece):
                 segment: ops.MatrixSegment | None = pack_native_segment(piece, pool)
             else:
