@@ -15,7 +15,7 @@ from tests.server.conftest import start_server
 from tests.server.playing_engine import start_playing_server
 from tests.server.scripted_engine import InProcessEngine, load_test_tokenizer
 
-NUM_CHECKS = 30
+NUM_CHECKS = 31
 WEB_FOLDER = Path(__file__).parent.parent.parent / "web"
 
 

@@ -513,6 +513,23 @@ check('a message written while the model loads is sent when it is ready', async 
   await page.getByText('At last.').waitFor({ timeout: MODEL_TIMEOUT })
 })
 
+check('a LoRA adapter can be chosen as the model', async (page) => {
+  const requests = await scripted(page, answer('In verse.'))
+  const models = [{ id: 'speaker' }, { id: 'smith', parent: 'speaker' }, { id: 'poet', parent: 'speaker' }]
+  await page.route('**/v1/models', (route) => route.fulfill({ json: { data: models } }))
+  await visit(page)
+  const menu = page.getByRole('combobox', { name: 'Model', exact: true })
+  assert.equal(await menu.locator('optgroup').getAttribute('label'), 'LoRA adapters of speaker')
+  await menu.selectOption('poet')
+  await ask(page, 'Sing.')
+  await page.getByText('In verse.').waitFor()
+  assert.equal(requests[0].model, 'poet')
+  models.push({ id: 'miner', parent: 'speaker' }) // one that was loaded meanwhile
+  await menu.focus()
+  await menu.locator('option', { hasText: 'miner' }).waitFor({ state: 'attached' })
+  assert.equal(await menu.inputValue(), 'poet')
+})
+
 check('a key is asked for once and kept', async (page) => {
   const guarded = async (route) => {
     const given = route.request().headers().authorization

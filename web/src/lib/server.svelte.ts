@@ -5,6 +5,8 @@ export type State = 'connecting' | 'loading' | 'ready' | 'draining' | 'restartin
 export interface Model {
   id: string
   max_model_len?: number
+  /** The base model, if this is a LoRA adapter. */
+  parent?: string | null
 }
 
 /** What /info says about the model, as far as the page uses it. */
@@ -51,6 +53,8 @@ class Server {
   /** The model requests go to: the reader's choice where the server has it, else its first. */
   model = $derived<Model | null>(this.models.find((model) => model.id === this.chosen) ?? this.models[0] ?? null)
   name = $derived(this.model?.id ?? this.#reported)
+  baseModels = $derived(this.models.filter((model) => !model.parent))
+  adapters = $derived(this.models.filter((model) => model.parent))
   /** Whether the model can chat: a base model has no chat template, and only continues texts. */
   chats = $derived(this.info?.has_chat_template !== false)
   /** Whether the model thinks before it answers; null: unknown. */
@@ -149,6 +153,17 @@ class Server {
   #ask(refused: string): Promise<boolean> {
     this.asking ??= refused ? 'refused' : 'missing'
     return (this.#asked ??= new Promise((resolve) => (this.#answer = resolve)))
+  }
+
+  /** Adapters come and go while the page is open. */
+  async refreshModels() {
+    try {
+      const { data } = await this.json<{ data: Model[] }>('v1/models')
+      const ids = (models: Model[]) => models.map((model) => model.id).join('\n')
+      if (ids(data) !== ids(this.models)) this.models = data
+    } catch {
+      // The list stays as it is; the state tells whether the server answers.
+    }
   }
 
   async #list() {
