@@ -14,6 +14,7 @@ from bloomery.kernels.mamba2 import Mamba2Weights
 from bloomery.kernels.short_conv import ShortConvWeights
 from bloomery.kernels.state_cache import LayerStates, RecurrentMetadata, count_part_blocks
 from bloomery.layout import conv_sizes
+from bloomery.models.recurrent import build_factors
 from bloomery.spec import (
     GatedDeltaNetSpec,
     Mamba2Spec,
@@ -68,6 +69,7 @@ def make_weights(spec: RecurrentSpec, device: str) -> MixerWeights:
                 -torch.rand(heads, device=device) * 2,
                 torch.randn(heads, device=device) - 2,
                 torch.randn(heads, device=device),
+                build_factors(spec, torch.device(device)),
             )
         case ShortConvSpec():
             return ShortConvWeights(conv, bias if spec.bias else None)

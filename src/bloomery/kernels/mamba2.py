@@ -33,6 +33,7 @@ class Mamba2Weights:
     decay: torch.Tensor  # [heads]: A, negative
     dt_bias: torch.Tensor  # [heads]
     skip: torch.Tensor  # [heads]: D
+    factors: torch.Tensor | None = None  # [channels] of x | B | C, as spec.part_scales says
 
 
 def mamba2(
@@ -49,18 +50,17 @@ def mamba2_reference(
     metadata = states.metadata
     conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
     sizes = recurrent_in_sizes(spec)
-    _, *xbc, dt = projected.float().split(sizes, -1)
-    scales = spec.part_scales
-    scaled = [part * scale for part, scale in zip(xbc, scales[1:4], strict=True)]
-    convolved = causal_conv_reference(
-        torch.cat(scaled, -1), weights.conv, weights.conv_bias, conv_view, metadata
-    )
+    xbc = projected[:, sizes[0] : sum(sizes[:4])].float()
+    dt = projected[:, sum(sizes[:4]) :].float()
+    if weights.factors is not None:
+        xbc = xbc * weights.factors
+    convolved = causal_conv_reference(xbc, weights.conv, weights.conv_bias, conv_view, metadata)
     x, b, c = apply_silu(convolved).split(sizes[1:4], -1)
     x = x.unflatten(-1, (-1, spec.head_dim))
     heads_per_group = spec.num_heads // spec.num_groups
     b = b.unflatten(-1, (-1, spec.state_size)).repeat_interleave(heads_per_group, 1)
     c = c.unflatten(-1, (-1, spec.state_size)).repeat_interleave(heads_per_group, 1)
-    dt = F.softplus(dt * scales[4] + weights.dt_bias).clamp(*spec.dt_limit)
+    dt = F.softplus(dt * spec.part_scales[4] + weights.dt_bias).clamp(*spec.dt_limit)
     retained = torch.exp(dt * weights.decay)
     scans = read_states(scan_view, metadata)
     scans = scans.view(len(scans), spec.num_heads, spec.head_dim, spec.state_size)

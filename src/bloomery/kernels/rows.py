@@ -23,7 +23,7 @@ from bloomery.kernels.launch import (
     use_triton,
     wait_for_previous,
 )
-from bloomery.native import ops
+from bloomery.native import ops, recurrent_ops
 from bloomery.native.thread_pool import ThreadPool
 
 ROWS_PER_PROGRAM = 256  # batch slots of one program of advance_kernel
@@ -136,6 +136,8 @@ def gather_state_blocks(
     rows: torch.Tensor, state_blocks: torch.Tensor, pool: ThreadPool | None = None
 ) -> torch.Tensor:
     """rows [slots], state_blocks [tables, all rows, blocks] -> [tables, slots, blocks]."""
+    if pool is not None:
+        return recurrent_ops.gather_state_blocks(pool, rows, state_blocks)
     return state_blocks.index_select(1, rows)
 
 

@@ -18,8 +18,10 @@ from bloomery.kernels.gated_delta_net import DeltaNetWeights, gated_delta_net
 from bloomery.kernels.mamba import selective_scan_reference
 from bloomery.kernels.mamba2 import Mamba2Weights, gate_mamba2_reference, mamba2
 from bloomery.kernels.short_conv import ShortConvWeights, short_conv
-from bloomery.kernels.state_cache import LayerStates, view_states
+from bloomery.kernels.state_cache import LayerStates, count_part_blocks, view_states
 from bloomery.layers.linear import AddResidual, LinearLayer, ResidualStream, apply_norm
+from bloomery.native import recurrent_ops
+from bloomery.native.recurrent_ops import ConvColumns, NativeStates
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
 from bloomery.spec import GatedDeltaNetSpec, Mamba2Spec, MambaSpec, ShortConvSpec, state_parts
@@ -68,7 +70,31 @@ class DeltaNetMixer:
     pool: ThreadPool | None = None
 
     def __call__(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor:
-        return gated_delta_net(projected, self.spec, self.weights, states)
+        native = find_native_states(self.pool, projected, states)
+        spec = self.spec
+        weights = self.weights
+        if (
+            self.pool is None
+            or native is None
+            or not recurrent_ops.supports_heads(spec.key_dim, spec.value_dim)
+            or not recurrent_ops.supports_width(spec.conv_width)
+        ):
+            return gated_delta_net(projected, spec, weights, states)
+        columns = ConvColumns(0)
+        convolved = recurrent_ops.convolve(
+            self.pool, projected, columns, weights.conv, None, native, silu=True
+        )
+        return recurrent_ops.delta_net(
+            self.pool,
+            projected,
+            convolved,
+            spec,
+            weights.decay,
+            weights.dt_bias,
+            weights.norm.weight,
+            native,
+            count_part_blocks(state_parts(spec)[0], native.memory.shape[1]),
+        )
 
 
 @dataclass(frozen=True)
@@ -85,12 +111,53 @@ class Mamba2Mixer:
     pool: ThreadPool | None = None
 
     def __call__(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor:
-        y = mamba2(projected, self.spec, self.weights, states)
+        y = self._scan_natively(projected, states)
+        if y is None:
+            y = mamba2(projected, self.spec, self.weights, states)
+        elif self.pool is not None and self.group is None:
+            return recurrent_ops.gate_norm(self.pool, y, projected, self.spec, self.norm_weight)
         gate = projected[:, : y.shape[1]]
         mean_square = None
         if self.group is not None:
             mean_square = self._mean_square(y, gate, self.group)
         return gate_mamba2_reference(y, gate, self.spec, self.norm_weight, mean_square)
+
+    def _scan_natively(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor | None:
+        """Convolve and scan with native CPU kernels; None if they do not cover the mixer."""
+        spec = self.spec
+        weights = self.weights
+        native = find_native_states(self.pool, projected, states)
+        part_size = spec.num_heads * spec.head_dim // spec.norm_groups
+        if (
+            self.pool is None
+            or native is None
+            or not recurrent_ops.supports_heads(spec.state_size)
+            or not recurrent_ops.supports_width(spec.conv_width)
+            or part_size % recurrent_ops.LANES
+        ):
+            return None
+        columns = ConvColumns(spec.num_heads * spec.head_dim)
+        convolved = recurrent_ops.convolve(
+            self.pool,
+            projected,
+            columns,
+            weights.conv,
+            weights.conv_bias,
+            native,
+            silu=True,
+            factors=weights.factors,
+        )
+        return recurrent_ops.scan_mamba2(
+            self.pool,
+            projected,
+            convolved,
+            spec,
+            weights.decay,
+            weights.dt_bias,
+            weights.skip,
+            native,
+            count_part_blocks(state_parts(spec)[0], native.memory.shape[1]),
+        )
 
     def _mean_square(
         self, y: torch.Tensor, gate: torch.Tensor, group: CommunicationGroup
@@ -142,4 +209,37 @@ class ShortConvMixer:
     pool: ThreadPool | None = None
 
     def __call__(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor:
-        return short_conv(projected, self.spec, self.weights, states)
+        native = find_native_states(self.pool, projected, states)
+        size = self.spec.size
+        weights = self.weights
+        if (
+            self.pool is None
+            or native is None
+            or not recurrent_ops.supports_width(self.spec.conv_width)
+        ):
+            return short_conv(projected, self.spec, weights, states)
+        return recurrent_ops.convolve(
+            self.pool,
+            projected,
+            ConvColumns(x=2 * size, before=0, after=size),
+            weights.conv,
+            weights.conv_bias,
+            native,
+            silu=False,
+        )
+
+
+def find_native_states(
+    pool: ThreadPool | None, projected: torch.Tensor, states: LayerStates
+) -> NativeStates | None:
+    """The states as native CPU kernels take them; None if these do not accept the tensors."""
+    metadata = states.metadata
+    if pool is None or not pool.accepts(projected, states.memory):
+        return None
+    start_loc = None
+    if metadata.num_decodes < len(metadata.seq_lens):
+        start_loc = metadata.query_start_loc
+    integers = (metadata.state_blocks, metadata.seq_lens, start_loc)
+    if any(x is not None and x.dtype != torch.int64 for x in integers):
+        return None
+    return NativeStates(states.memory, metadata.state_blocks, start_loc, metadata.seq_lens)

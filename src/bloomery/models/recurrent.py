@@ -124,8 +124,17 @@ def load_mamba2(
         load_decay(weights, prefix, (spec.num_heads,), heads),
         weights.elements(prefix + extra["dt_bias"], (spec.num_heads,), heads),
         weights.elements(prefix + extra["D"], (spec.num_heads,), heads),
+        build_factors(local, conv.device),
     )
     return Mamba2Mixer(local, mixer_weights, norm_weight, norm_group, weights.pool)
+
+
+def build_factors(spec: Mamba2Spec, device: torch.device) -> torch.Tensor | None:
+    """Return the factor of each channel of x | B | C, or None if all are 1."""
+    scales = torch.tensor(spec.part_scales[1:4], dtype=torch.float32)
+    if bool((scales == 1).all()):
+        return None
+    return scales.repeat_interleave(torch.tensor(conv_sizes(spec))).to(device)
 
 
 def load_mamba(

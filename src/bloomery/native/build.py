@@ -30,6 +30,7 @@ SOURCES = (
     "experts.c",
     "lora.c",
     "attention.c",
+    "recurrent.c",
     "sample.c",
     "collectives.c",
 )
