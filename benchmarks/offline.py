@@ -240,6 +240,7 @@ class WorkFloor:
 
     def __init__(self, llm: Any, rates: DeviceRates):
         from bloomery.roofline import count_parameters, kv_bytes
+        from bloomery.spec import state_parts
 
         decoder = llm.executor.worker.decoder
         spec = decoder.spec
@@ -252,7 +253,13 @@ class WorkFloor:
         self.layer_values = counts.matrices + counts.experts * self.used_share
         self.head_values = spec.vocab * spec.hidden
         self.pair_operations = sum(
-            4 * layer.attention.num_heads * layer.attention.head_dim for layer in spec.layers
+            4 * attention.num_heads * attention.head_dim for attention in spec.attentions
+        )
+        # A decode step reads and writes the states of recurrent layers, in float32.
+        self.state_bytes = 8 * sum(
+            part.rows * part.width
+            for recurrent in spec.recurrents
+            for part in state_parts(recurrent)
         )
         self.bytes_by_length = cache(partial(kv_bytes, spec))
 
@@ -263,6 +270,7 @@ class WorkFloor:
 
     def decode_seconds(self, seq_lens: list[int]) -> float:
         cache_bytes = sum(self.bytes_by_length(seq_len) for seq_len in seq_lens)
+        cache_bytes += len(seq_lens) * self.state_bytes
         unread_bytes = self.expert_bytes * (1 - self.used_share) ** len(seq_lens)
         operations = 2 * (self.layer_values + self.head_values) * len(seq_lens)
         read_seconds = (self.weights_bytes - unread_bytes + cache_bytes) / self.rates.copy

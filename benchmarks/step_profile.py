@@ -133,18 +133,26 @@ def print_floors(llm: Any, rows: int, context: int) -> None:
     """Print the bytes that the parts of a step read, and their time at the rate of a copy."""
     from benchmarks.kernels import HBM_BYTES_PER_SECOND
     from bloomery.roofline import kv_bytes
+    from bloomery.spec import state_parts
 
     decoder = llm.executor.worker.decoder
     expert_bytes, used_share = measure_experts(decoder)
     read_share = 1 - (1 - used_share) ** rows
-    attention_blocks = [layer.attention for layer in decoder.layers]
+    attention_blocks = [layer.attention for layer in decoder.layers if layer.attention]
+    recurrent_blocks = [layer.recurrent for layer in decoder.layers if layer.recurrent]
+    state_values = sum(
+        part.rows * part.width for spec in decoder.spec.recurrents for part in state_parts(spec)
+    )
     parts = {
         "qkv": sum(block.qkv.matrix.nbytes for block in attention_blocks),
         "o": sum(block.out.matrix.nbytes for block in attention_blocks),
+        "recurrent in": sum(block.project_in.matrix.nbytes for block in recurrent_blocks),
+        "recurrent out": sum(block.project_out.matrix.nbytes for block in recurrent_blocks),
+        "states": 8 * rows * state_values,
         "experts": round(expert_bytes * read_share),
         "kv cache": rows * kv_bytes(decoder.spec, context),
     }
-    dense = [layer.mlp for layer in decoder.layers if not hasattr(layer.mlp, "experts")]
+    dense = [layer.mlp for layer in decoder.layers if hasattr(layer.mlp, "up")]
     parts["mlp"] = sum(mlp.up.matrix.nbytes + mlp.down.matrix.nbytes for mlp in dense)
     parts["head"] = decoder.head.linear.matrix.nbytes
     shown = [
