@@ -766,10 +766,12 @@ EXPERT_TILINGS: dict[int, list[ExpertGemvTiling] | list[PackedGemmTiling]] = {
     ],
     **{
         tokens: [
-            PackedGemmTiling(tile_tokens, outputs, 4, stages, 1)
-            for tile_tokens, outputs, stages in product(tiles, (64, 128), (3, 4, 5))
+            PackedGemmTiling(tile_tokens, outputs, 4, stages, 1, units_per_iter)
+            for tile_tokens, outputs, (units_per_iter, stages) in product(
+                tiles, (64, 128), ((1, 3), (1, 4), (2, 2), (2, 3), (4, 2), (4, 3))
+            )
         ]
-        for tokens, tiles in ((64, (16, 32)), (256, (16, 32, 64)), (2048, (64, 128)))
+        for tokens, tiles in ((64, (16,)), (256, (16, 32)), (2048, (64, 128)))
     },
 }
 

@@ -367,12 +367,13 @@ def reduce_stream_k_parts(
 
 
 def layout_constants(
-    packed: PackedWeight, dtype: torch.dtype, device: torch.device
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device, units_per_iter: int = 1
 ) -> dict[str, str | int | bool | None]:
     """Return the constants that describe a packed matrix to the kernels.
 
     GROUP_SIZE 0: one scale per row. ROWS_PER_SCALE 0: one scale for all rows. SCALE_SUMS: the
-    scale of a row is applied to the sums. DEQUANTIZE_ASM None: dequantize without inline assembly.
+    scale of a row is applied to the sums. PARTIAL_UNIT: the last iteration of a row is incomplete.
+    DEQUANTIZE_ASM None: dequantize without inline assembly.
     """
     layout = describe_layout(packed)
     rows, columns = packed.shape
@@ -391,7 +392,7 @@ def layout_constants(
         "HAS_ZERO": layout.zero_point is not None,
         "SIGNED": layout.signed,
         "SCALE_SUMS": scale_sums,
-        "PARTIAL_UNIT": columns % unit_columns(layout.bits) != 0,
+        "PARTIAL_UNIT": columns % (units_per_iter * unit_columns(layout.bits)) != 0,
         "DEQUANTIZE_ASM": asm,
     }
 
@@ -403,15 +404,19 @@ def has_async_wgmma(device: torch.device) -> bool:
 
 
 def permute_inputs(
-    x: torch.Tensor, layout: PackedLayout, act_order: torch.Tensor | None
+    x: torch.Tensor,
+    layout: PackedLayout,
+    act_order: torch.Tensor | None,
+    units_per_iter: int = 1,
 ) -> torch.Tensor:
     """Return x [tokens, in] with its columns in the order in which the kernels multiply them.
 
-    An incomplete unit at the end of the rows is filled up with zeros.
+    An incomplete iteration at the end of the rows is filled up with zeros.
     """
     x = x.contiguous()
     tokens, columns = x.shape
-    width = count_units(columns, layout.bits) * unit_columns(layout.bits)
+    iter_columns = units_per_iter * unit_columns(layout.bits)
+    width = -(-columns // iter_columns) * iter_columns
     out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     permute_inputs_kernel[(tokens, -(-width // PERMUTE_WIDTH))](
         x,
@@ -779,7 +784,8 @@ def multiply_tile(
     if PARTIAL_UNIT:
         # Both forms let the compiler see that rows begin at multiples of 16 bytes.
         row_halfwords = columns // (UNIT // 4) * 8
-        x_stride = (columns + UNIT - 1) // UNIT * UNIT
+        ITER_COLUMNS: tl.constexpr = UNITS_PER_ITER * UNIT
+        x_stride = (columns + ITER_COLUMNS - 1) // ITER_COLUMNS * ITER_COLUMNS
     else:
         row_halfwords = columns // UNIT * 32
         x_stride = columns

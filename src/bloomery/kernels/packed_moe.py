@@ -200,7 +200,7 @@ def packed_grouped_gemm(
         if gated and tiling.tokens >= 64:
             tiling = tiling._replace(outputs=64)  # two sums are in registers
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
-    x = permute_inputs(x, layout, None)
+    x = permute_inputs(x, layout, None, tiling.units_per_iter)
     max_blocks = (num_pairs + num_experts * (tiling.tokens - 1)) // tiling.tokens
     grid = (min(num_pairs, max_blocks), -(-outputs // tiling.outputs))
     packed_grouped_gemm_kernel[grid](
@@ -225,7 +225,7 @@ def packed_grouped_gemm(
         GATED=gated,
         HAS_BIAS=bias is not None,
         WEIGHTS_INPUT=input_weights is not None,
-        **layout_constants(packed, x.dtype, x.device),
+        **layout_constants(packed, x.dtype, x.device, tiling.units_per_iter),
         BLOCK_OUT=tiling.outputs,
         BLOCK_PAIRS=tiling.tokens,
         WARPS=tiling.warps,
