@@ -12,7 +12,7 @@ adapter, and rows with sixteen adapters in turn. Adapters have rank 16 on all pr
 relative to the engine that takes no adapters, `bytes` the share of the weights that the adapters of
 the step add to what has to be read.
 
-load: tokens per second of 512 requests whose adapters are chosen from many with skewed popularity
+load: tokens per second of 256 requests whose adapters are chosen from many with skewed popularity
 (Zipf), and of the same requests without adapters, in one engine.
 
 Prints one JSON line per measurement.
@@ -184,7 +184,7 @@ def measure_popularity(
     loop = llm.loop
     numbers = random.Random(0)
     weights = [1 / (rank + 1) for rank in range(registered)]
-    choices = numbers.choices(range(registered), weights, k=8 * rows)
+    choices = numbers.choices(range(registered), weights, k=4 * rows)
 
     def run(name: str, with_adapters: bool) -> float:
         sampling = ResolvedSampling(temperature=0.0)

@@ -20,6 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -205,9 +206,12 @@ class BlockingChannel(Generic[MessageT]):
         connection.setblocking(True)
         self.poll = select.poll()  # select() fails on descriptors over 1,023
         self.poll.register(connection, select.POLLIN)
+        self.send_lock = threading.Lock()  # frames of several threads must not mix
 
     def send(self, message: MessageT) -> None:
-        self.connection.sendall(self.codec.encode(message))
+        frame = self.codec.encode(message)
+        with self.send_lock:
+            self.connection.sendall(frame)
 
     def receive(self, timeout_seconds: float | None) -> list[MessageT]:
         """Return all messages that have arrived; wait up to `timeout_seconds` (None: for ever).

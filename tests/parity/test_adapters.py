@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bloomery.artifacts.locate import locate_model
+from bloomery.executors.multiprocess import MultiprocessExecutor
 from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.thread_pool import ThreadPool
@@ -152,3 +153,40 @@ def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
         assert output_token_ids(outputs[request.id]) == by_folder.get(i, expected[0])
     worker = loop.executor.worker  # type: ignore[attr-defined]
     assert worker.cpu_traced == cpu_kernels
+
+
+@pytest.mark.parametrize(
+    "family, parallel",
+    [
+        ("llama", {"tensor_parallel_size": 2}),
+        pytest.param("mixtral", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_give_the_tokens_of_one(
+    family: str, parallel: dict[str, int], tmp_path: Path
+) -> None:
+    """Each rank has a part of every adapter; a bad adapter fails its own request only."""
+    model = make_model(family, tmp_path / "model")
+    prompt = random_tokens(12, seed=3)
+    base = greedy_tokens(model, prompt, 6)
+    targets = ["q_proj", "v_proj", "o_proj", "down_proj", "gate_proj", "embed_tokens", "lm_head"]
+    adapted = save_adapter(
+        model, tmp_path / "adapter", "all-linear" if family == "mixtral" else targets
+    )
+    expected = greedy_tokens(adapted, prompt, 6)
+    plan = build_plan(tmp_path / "model", 64, max_num_seqs=4, max_loras=2, **OPTIONS | parallel)
+    executor = MultiprocessExecutor()
+    try:
+        loop = build_adapter_loop(plan, executor)
+        requests = [
+            adapted_request("base", prompt, 6),
+            adapted_request("adapted", prompt, 6, tmp_path / "adapter"),
+            adapted_request("bad", prompt, 6, tmp_path / "nothing"),
+        ]
+        outputs = run_requests(loop, requests)
+    finally:
+        executor.close()
+    assert output_token_ids(outputs["base"]) == base
+    assert output_token_ids(outputs["adapted"]) == expected
+    assert "there is no such adapter" in str(outputs["bad"][-1].error)

@@ -22,9 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from bloomery.config import EnginePlan
-from bloomery.engine.executor import LoadProgress, refuse_adapter
+from bloomery.engine.executor import LoadProgress
 from bloomery.errors import ConfigError
 from bloomery.executors.rank_group import (
+    AdapterLoadFuture,
     DeferredResult,
     PipelineTokens,
     RankLostError,
@@ -41,7 +42,16 @@ from bloomery.ipc import (
     describe_exit,
     spawn_child,
 )
-from bloomery.messages import AdapterInfo, EngineCapacity, EngineStatus, ScheduledStep, StepOutput
+from bloomery.messages import (
+    AdapterInfo,
+    AdapterRefusal,
+    EngineCapacity,
+    EngineStatus,
+    LoadAdapter,
+    ScheduledStep,
+    StepOutput,
+    UnloadAdapter,
+)
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 EXIT_SECONDS = 5.0  # that a rank may take to exit after its connection is closed
@@ -94,6 +104,7 @@ class MultiprocessExecutor:
         self.outputs: deque[StepOutput] = deque()
         self.rendezvous_folder: Path | None = None
         self.pipeline_tokens = PipelineTokens()
+        self.adapter_loads: dict[str, AdapterLoadFuture] = {}  # under way, by name
         self.poll = select.poll()
 
     def start(self, plan: EnginePlan) -> EngineCapacity:
@@ -149,30 +160,34 @@ class MultiprocessExecutor:
 
     def submit(self, step: ScheduledStep) -> DeferredResult:
         rank_step = RankStep(step, self.pipeline_tokens.select_last_tokens(step))
-        frame = ENGINE_CODEC.encode(rank_step)
-        with self._close_on_error():
-            for rank in self.ranks:
-                rank.send(frame)
+        self._send_to_ranks(rank_step)
         return DeferredResult(self._next_output, self._send_masks)
 
     def _send_masks(self, masks: np.ndarray) -> None:
-        frame = ENGINE_CODEC.encode(RankMasks(masks.tobytes()))
-        with self._close_on_error():
-            for rank in self.ranks:
-                rank.send(frame)
+        self._send_to_ranks(RankMasks(masks.tobytes()))
 
     def _next_output(self) -> StepOutput:
         with self._close_on_error():
             while not self.outputs:
-                for _, message in self._receive():
-                    if isinstance(message, StepOutput):
-                        self.pipeline_tokens.record(message)
-                        self.outputs.append(message)
+                self._handle_messages(None)
         return self.outputs.popleft()
 
-    def _receive(self) -> list[tuple[int, EngineMessage]]:
+    def _handle_messages(self, timeout_ms: int | None) -> None:
+        """Wait for messages of running ranks and keep what they say."""
+        for _, message in self._receive(timeout_ms):
+            if isinstance(message, StepOutput):
+                self.pipeline_tokens.record(message)
+                self.outputs.append(message)
+            elif isinstance(message, AdapterInfo | AdapterRefusal):
+                load = self.adapter_loads[message.name]
+                if load.add_answer(message):
+                    del self.adapter_loads[message.name]
+                    if load.is_refused:  # other ranks may have loaded it
+                        self.unload_adapter(message.name)
+
+    def _receive(self, timeout_ms: int | None = None) -> list[tuple[int, EngineMessage]]:
         """Wait for messages and return them with their ranks. Raises if a rank fails or is lost."""
-        readable = {descriptor for descriptor, _ in self.poll.poll()}
+        readable = {descriptor for descriptor, _ in self.poll.poll(timeout_ms)}
         messages = []
         for rank in self.ranks:
             if rank.channel.connection.fileno() in readable:
@@ -183,10 +198,23 @@ class MultiprocessExecutor:
         return messages
 
     def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
-        return refuse_adapter("this engine loads no LoRA adapters")
+        load = AdapterLoadFuture(len(self.ranks), self._poll_adapter_loads)
+        self.adapter_loads[name] = load
+        self._send_to_ranks(LoadAdapter(name, path))
+        return load
 
     def unload_adapter(self, name: str) -> None:
-        pass
+        self._send_to_ranks(UnloadAdapter(name))
+
+    def _poll_adapter_loads(self) -> None:
+        with self._close_on_error():
+            self._handle_messages(0)
+
+    def _send_to_ranks(self, message: EngineMessage) -> None:
+        frame = ENGINE_CODEC.encode(message)
+        with self._close_on_error():
+            for rank in self.ranks:
+                rank.send(frame)
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -196,6 +224,9 @@ class MultiprocessExecutor:
             rank.wait_or_kill()
         self.ranks = []
         self.outputs.clear()
+        for load in self.adapter_loads.values():
+            load.set_exception(RankLostError("the ranks have ended"))
+        self.adapter_loads.clear()
         self._remove_rendezvous()
 
     def _remove_rendezvous(self) -> None:

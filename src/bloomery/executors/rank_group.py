@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bloomery.errors import BloomeryError
-from bloomery.messages import EngineCapacity, ScheduledStep, StepOutput
+from bloomery.errors import BloomeryError, InvalidRequest
+from bloomery.messages import (
+    AdapterInfo,
+    AdapterRefusal,
+    EngineCapacity,
+    ScheduledStep,
+    StepOutput,
+)
 
 
 class RankLostError(BloomeryError):
@@ -29,6 +36,55 @@ class DeferredResult:
 
     result: Callable[[], StepOutput]
     provide_masks: Callable[[np.ndarray], None]
+
+
+AdapterAnswer = AdapterInfo | AdapterRefusal
+
+
+class AdapterLoadFuture(Future[AdapterInfo]):
+    """The load of an adapter on several ranks.
+
+    The engine's thread reads what ranks send only when it waits for a step. `done` therefore calls
+    `poll`, which looks for answers.
+    """
+
+    def __init__(self, num_ranks: int, poll: Callable[[], None]):
+        super().__init__()
+        self.num_ranks = num_ranks
+        self.poll = poll
+        self.answers: list[AdapterAnswer] = []
+
+    def done(self) -> bool:
+        if not super().done():
+            self.poll()
+        return super().done()
+
+    def add_answer(self, answer: AdapterAnswer) -> bool:
+        """Take the answer of one rank; returns whether that was the last one."""
+        self.answers.append(answer)
+        if len(self.answers) < self.num_ranks:
+            return False
+        for entry in self.answers:
+            if isinstance(entry, AdapterRefusal):
+                self.set_exception(InvalidRequest(entry.error, "model"))
+                return True
+        self.set_result(combine_adapters([a for a in self.answers if isinstance(a, AdapterInfo)]))
+        return True
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a rank could not load the adapter."""
+        return any(isinstance(answer, AdapterRefusal) for answer in self.answers)
+
+
+def combine_adapters(parts: list[AdapterInfo]) -> AdapterInfo:
+    """Combine what the ranks hold of an adapter."""
+    return AdapterInfo(
+        parts[0].name,
+        max(part.rank for part in parts),
+        sum(part.num_bytes for part in parts),
+        max(part.num_targets for part in parts),
+    )
 
 
 class PipelineTokens:

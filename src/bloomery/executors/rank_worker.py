@@ -15,6 +15,8 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -24,6 +26,7 @@ import torch
 from bloomery.config import EnginePlan, bind_network_interface
 from bloomery.engine.executor import LoadProgress, PendingStep
 from bloomery.errors import BloomeryError, ConfigError
+from bloomery.executors.rank_group import AdapterAnswer
 from bloomery.ipc import (
     ENGINE_CODEC,
     BlockingChannel,
@@ -36,7 +39,13 @@ from bloomery.ipc import (
     die_with_parent,
     open_inherited_channel,
 )
-from bloomery.messages import EngineStatus
+from bloomery.messages import (
+    AdapterInfo,
+    AdapterRefusal,
+    EngineStatus,
+    LoadAdapter,
+    UnloadAdapter,
+)
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.distributed import leave_process_group, rendezvous
@@ -86,6 +95,15 @@ class RankWorker:
         masks = np.frombuffer(rank_masks.masks, np.int32).reshape(-1, num_words)
         self.last_step.provide_masks(masks)
         return self.last_step
+
+    def load_adapter(self, name: str, path: str, answer: Callable[[AdapterAnswer], None]) -> None:
+        """Read an adapter while steps go on; `answer` is called from another thread."""
+
+        def on_done(load: Future[AdapterInfo]) -> None:
+            error = load.exception()
+            answer(load.result() if error is None else AdapterRefusal(name, str(error)))
+
+        self.worker.load_adapter(name, path).add_done_callback(on_done)
 
     def leave(self) -> None:
         """Unload the model and leave the other ranks. The process may join again."""
@@ -163,7 +181,13 @@ def run_steps(
     sender = threading.Thread(target=send_outputs, args=(pending_steps, channel), daemon=True)
     if rank.is_driver:
         sender.start()
-    while isinstance(message := inbox.get(), RankStep | RankMasks):
+    while isinstance(message := inbox.get(), RankStep | RankMasks | LoadAdapter | UnloadAdapter):
+        if isinstance(message, LoadAdapter):
+            rank.load_adapter(message.name, message.path, channel.send)
+            continue
+        if isinstance(message, UnloadAdapter):
+            rank.worker.unload_adapter(message.name)
+            continue
         if isinstance(message, RankMasks):
             pending = rank.provide_masks(message)
             is_complete = True

@@ -31,9 +31,11 @@ from ray.util import get_node_ip_address, placement_group, remove_placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from bloomery.config import EnginePlan
-from bloomery.engine.executor import LoadProgress, PendingStep, refuse_adapter
+from bloomery.engine.executor import LoadProgress, PendingStep
 from bloomery.errors import BloomeryError, ConfigError
 from bloomery.executors.rank_group import (
+    AdapterAnswer,
+    AdapterLoadFuture,
     DeferredResult,
     PipelineTokens,
     RankLostError,
@@ -42,7 +44,13 @@ from bloomery.executors.rank_group import (
 )
 from bloomery.executors.rank_worker import RankWorker
 from bloomery.ipc import ENGINE_CODEC, FrameDecoder, ProtocolError, RankJoin, RankMasks, RankStep
-from bloomery.messages import AdapterInfo, EngineCapacity, ScheduledStep, StepOutput
+from bloomery.messages import (
+    AdapterInfo,
+    AdapterRefusal,
+    EngineCapacity,
+    ScheduledStep,
+    StepOutput,
+)
 
 # Seconds until other jobs must have released the resources of the placement group.
 PLACEMENT_SECONDS = 120.0
@@ -114,6 +122,20 @@ class RayRankActor:
         pending = self.rank.provide_masks(decode_frame(frame, RankMasks))
         if self.rank.is_driver:
             self.pending_steps.put(pending)
+
+    @ray.method(concurrency_group="adapters")
+    def load_adapter(self, name: str, path: str) -> bytes:
+        """Read an adapter while steps go on. Returns an AdapterInfo or an AdapterRefusal."""
+        answers: queue.SimpleQueue[AdapterAnswer] = queue.SimpleQueue()
+        if self.rank is None:
+            raise RuntimeError("load_adapter before join")
+        self.rank.load_adapter(name, path, answers.put)
+        return ENGINE_CODEC.encode(answers.get())
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop the host copy of an adapter."""
+        if self.rank is not None:
+            self.rank.worker.unload_adapter(name)
 
     @ray.method(concurrency_group="outputs")
     def next_output(self) -> bytes:
@@ -198,7 +220,7 @@ class RayExecutor:
         strategy = PlacementGroupSchedulingStrategy(
             self.placement, placement_group_bundle_index=rank // plan.tensor_parallel_size
         )
-        actor_class = ray.remote(concurrency_groups={"outputs": 1})(RayRankActor)
+        actor_class = ray.remote(concurrency_groups={"outputs": 1, "adapters": 1})(RayRankActor)
         return actor_class.options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -259,10 +281,25 @@ class RayExecutor:
             raise
 
     def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
-        return refuse_adapter("this engine loads no LoRA adapters")
+        waiting = [actor.load_adapter.remote(name, path) for actor in self.actors]
+
+        def poll() -> None:
+            nonlocal waiting
+            with self._close_on_error():
+                done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+                for frame in ray.get(done):
+                    message = next(FrameDecoder(ENGINE_CODEC).feed(frame))
+                    assert isinstance(message, AdapterInfo | AdapterRefusal)
+                    if load.add_answer(message) and load.is_refused:
+                        self.unload_adapter(name)  # other ranks may have loaded it
+
+        load = AdapterLoadFuture(len(waiting), poll)
+        return load
 
     def unload_adapter(self, name: str) -> None:
-        pass
+        with self._close_on_error():
+            for actor in self.actors:
+                actor.unload_adapter.remote(name)
 
     def close(self) -> None:
         for actor in self.actors:
