@@ -22,6 +22,7 @@ from bloomery.config import (
     resolve_plan,
     use_cache_directory,
 )
+from bloomery.engine.adapter_catalog import parse_lora_modules
 from bloomery.errors import ConfigError
 
 
@@ -48,6 +49,25 @@ def test_every_option_is_a_flag_and_a_variable() -> None:
         config = build_config(build_parser().parse_args(["generate", *arguments]))
         assert by_variable[field.name] == getattr(config, field.name)
         assert field.metadata["help"]
+
+
+def test_adapters_are_listed_by_one_flag_or_several() -> None:
+    entry = '{"name": "c", "path": "/c", "base_model_name": "m"}'
+    flags = ["--lora-modules", "a=/a", "b=/b", "--lora-modules", entry, "--lora-allow", "org/*"]
+    args = build_parser("serve").parse_args(["serve", "model", *flags])
+    config = build_config(args, ServerConfig)
+    assert config.implies_lora
+    modules = parse_lora_modules(config.lora_modules)
+    assert modules == [("a", "/a"), ("b", "/b"), ("c", "/c")]
+    assert config.split_list(config.lora_allow) == ("org/*",)
+    values, _ = read_environment({"BLOOMERY_LORA_MODULES": f"a=/a, b=/b,{entry}"}, ServerConfig)
+    assert parse_lora_modules(values["lora_modules"]) == modules
+
+
+def test_host_memory_holds_at_least_the_adapters_of_the_device() -> None:
+    assert resolve_for(EngineConfig(max_loras=100)).max_cpu_loras == 100
+    with pytest.raises(ConfigError, match="max_cpu_loras 4 is less than max_loras 8"):
+        resolve_for(EngineConfig(max_cpu_loras=4))
 
 
 def test_parallel_sizes_have_short_flags() -> None:

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from bloomery.config import EngineConfig, ServerConfig, option_fields
+from bloomery.engine.adapter_catalog import parse_lora_modules
 from bloomery.errors import ConfigError
 from bloomery.launcher import (
     CHECKPOINT_FORMATS,
@@ -79,6 +80,7 @@ def test_a_deployment_by_variables() -> None:
         API_KEY="secret",
         MAX_BEST_OF="4",
         CUDA_GRAPHS="0",
+        LORA_ADAPTERS="org/poet,smith=/adapters/smith",
         UNRELATED="x",
     )
     assert warnings == [
@@ -109,6 +111,9 @@ def test_a_deployment_by_variables() -> None:
     )
     limits = ServerLimits.parse(server_config.limits)
     assert (limits.requests, limits.best_of) == (64, 4)
+    assert server_config.implies_lora
+    modules = parse_lora_modules(server_config.lora_modules or "")
+    assert modules == [("org/poet", "org/poet"), ("smith", "/adapters/smith")]
 
 
 def test_flags_take_precedence_over_variables_and_lists_are_joined() -> None:

@@ -6,6 +6,8 @@ A prompt that begins with POISON crashes the process in the step that computes i
 begins with STALL makes that step endless. With --scripted the fake model answers in words, and
 these prompts are ordinary ones. The file is run by its path, so it puts the repository on the
 import path itself.
+
+An adapter whose path ends with CRASH_ADAPTER crashes the process while it is read.
 """
 # ruff: noqa: E402
 
@@ -30,6 +32,7 @@ from bloomery.engine.engine_process import run_engine_process
 from bloomery.engine.executor import LoadProgress
 from bloomery.errors import CheckpointError
 from bloomery.messages import (
+    AdapterInfo,
     EngineCapacity,
     SampledTokens,
     ScheduledRequest,
@@ -40,6 +43,7 @@ from tests.engine.fake_executor import VOCAB, FakeExecutor
 
 POISON = (6, 6, 6, 6, 6)
 STALL = (5, 5, 5, 5, 5)
+CRASH_ADAPTER = "/crash"
 BLOCKS = 512
 MAX_MODEL_LEN = 2048
 LOAD_REPORTS = 5  # progress reports while the engine loads
@@ -108,6 +112,14 @@ class FaultyExecutor:
             os.kill(os.getpid(), signal.SIGSEGV)
         while tokens[:5] == STALL:
             time.sleep(1)
+
+    def load_adapter(self, name: str, path: str) -> Future[AdapterInfo]:
+        if path.endswith(CRASH_ADAPTER):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return self.fake.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        self.fake.unload_adapter(name)
 
     def close(self) -> None:
         self.fake.close()

@@ -7,6 +7,7 @@ has loaded it, or because it is in an allowed folder or repository and a request
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from bloomery.server.errors import HttpError
 log = logging.getLogger("bloomery.server")
 
 MAX_NAMES_IN_ERRORS = 10
+READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
 LORA_REMEDY = "start the server with --enable-lora, --lora-modules NAME=PATH or --lora-allow FOLDER"
 LORA_OFF = f"this server runs without LoRA adapters: {LORA_REMEDY}"
 
@@ -167,23 +169,15 @@ class ServedAdapters:
     async def preload(self) -> None:
         """Read the adapters that were named at start, as far as host memory holds them.
 
-        One that cannot be used is logged. Its requests fail with the same message.
+        The engine logs one that cannot be used. Its requests fail with the same message.
         """
-        try:
-            await self._wait_ready()
-        except BloomeryError:
-            return
+        while self.backend.capacity is None:
+            await asyncio.sleep(READY_CHECK_SECONDS)
         for adapter in self.adapters[: self.settings.max_cpu_loras]:
-            try:
+            with contextlib.suppress(BloomeryError):
                 self.infos[adapter.name] = await self.backend.load_adapter(
                     adapter.engine_name, adapter.path
                 )
-            except BloomeryError as error:
-                log.error("%s", error)
-
-    async def _wait_ready(self) -> None:
-        while self.backend.capacity is None:
-            await asyncio.sleep(0.1)
 
     async def load(self, name: str, source: str, in_place: bool = False) -> NamedAdapter:
         """Load an adapter at the wish of a client. Raises if it cannot be used."""

@@ -37,7 +37,12 @@ from bloomery.errors import (
 from bloomery.messages import EngineCapacity, EngineRequest, TokenOutput
 from bloomery.response_format import FormatLookup, ResponseFormat, ResponseParser, ToolFunction
 from bloomery.sampling import SamplingParams, StructuredOutputs
-from bloomery.server.adapters import LORA_OFF, AdapterSettings, ServedAdapters
+from bloomery.server.adapters import (
+    LORA_OFF,
+    READY_CHECK_SECONDS,
+    AdapterSettings,
+    ServedAdapters,
+)
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.conversations import ConversationStore, StoredConversation, StoredResponse
 from bloomery.server.errors import (
@@ -81,8 +86,6 @@ SHORT_ID_CHECK = re.compile(r"length\s*!=\s*9")
 
 # A text of more characters, or a list of more token ids, goes to the tokenizer worker pool.
 MAX_INLINE_LENGTH = 1000
-
-READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
 
 # Model names that clients send when no model was chosen.
 PLACEHOLDER_MODELS = ("", "tgi", "dummy", "default")
