@@ -9,7 +9,8 @@ import torch
 
 from bloomery.fusion import NormPrologue, ResidualEpilogue
 from bloomery.kernels.moe import ExpertsFusion, SharedOutput, route_topk
-from bloomery.kernels.packed import GroupedScales, pack_codes
+from bloomery.kernels.norm import rms_norm_reference
+from bloomery.kernels.packed import GroupedScales, describe_layout, pack_codes
 from bloomery.kernels.packed_gemm import PackedGemmTiling
 from bloomery.kernels.packed_gemv import PackedGemvTiling
 from bloomery.kernels.packed_moe import (
@@ -21,6 +22,7 @@ from bloomery.kernels.packed_moe import (
 from bloomery.kernels.packed_moe_gemv import (
     ExpertGemvTiling,
     packed_experts_gemv_summed,
+    route_and_prepare,
     supports_expert_gemv,
 )
 from bloomery.spec import RouterSpec
@@ -83,6 +85,27 @@ def test_kernels_equal_reference(
     actual = run_experts(x, *routing, tilings=tilings)
     expected = packed_fused_experts_reference(x.double(), *routing)
     assert relative_error(actual, expected) < 2 * LINEAR_ERROR_LIMITS[FP16]
+
+
+@pytest.mark.parametrize("packed_format", [MXFP4, "int4 32", "int8 16 signed"])
+def test_inputs_are_routed_and_rounded_in_one_launch(packed_format: str) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(2, 1088).to(FP16)
+    prologue = NormPrologue("rms", torch.randn(1088), None, 1e-5)
+    logits = torch.randn(2, 10)
+    layout = describe_layout(make_packed_weight(packed_format, 8, 1088, "cpu"))
+    ids, weights, prepared = route_and_prepare(x, layout, prologue, logits, 3, RouterSpec())
+    expected_ids, expected_weights = route_topk(logits, 3, RouterSpec())
+    assert torch.equal(ids, expected_ids)
+    assert relative_error(weights, expected_weights) < 1e-6
+    columns = 128 // layout.bits
+    expected = rms_norm_reference(x.float(), prologue.weight, prologue.eps)
+    high, low = prepared.words.view(torch.int8).unflatten(-1, (2, columns)).unbind(2)
+    values = (high.float() * 256 + low.view(torch.uint8).float()) * prepared.scales[..., :1]
+    if packed_format == "int4 32":  # the even columns of eight come first
+        values = values.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(2)
+    assert relative_error(values.flatten(1), expected) < 1e-4
+    assert relative_error(prepared.scales[..., 1], values.sum(-1)) < 1e-3
 
 
 def test_supported_weights() -> None:

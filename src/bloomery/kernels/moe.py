@@ -160,10 +160,38 @@ def route_topk_triton(
     expert_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel."""
+    launch = describe_routing(logits, top_k, router, correction_bias, expert_scale)
+    route_topk_kernel[(len(logits),)](
+        *launch.arguments,
+        **launch.constants,
+        num_warps=launch.warps,
+        **pdl_options(logits.device),
+    )
+    return launch.topk_ids, launch.topk_weights
+
+
+class RoutingLaunch(NamedTuple):
+    """The results of a router's kernel, its arguments and the number of warps."""
+
+    topk_ids: torch.Tensor  # [tokens, top_k]
+    topk_weights: torch.Tensor  # [tokens, top_k]
+    arguments: tuple[torch.Tensor | float, ...]
+    constants: dict[str, str | int | bool]
+    warps: int
+
+
+def describe_routing(
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
+) -> RoutingLaunch:
+    """Allocate the results of `route_topk` and return the arguments of `choose_experts`."""
     tokens, num_experts = logits.shape
     topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
-    route_topk_kernel[(tokens,)](
+    arguments = (
         logits,
         logits if correction_bias is None else correction_bias,
         logits if expert_scale is None else expert_scale,
@@ -175,24 +203,25 @@ def route_topk_triton(
         float(router.min_normalizer),
         float(router.scale),
         float(router.threshold),
-        NUM_EXPERTS=num_experts,
-        EXPERTS_POW2=next_power_of_2(num_experts),
-        TOP_K=top_k,
-        TOP_K_POW2=next_power_of_2(top_k),
-        SCORE=router.score,
-        SCORE_CHOSEN_ONLY=router.score_chosen_only,
-        SOFTCAP=router.softcap is not None,
-        HAS_CORRECTION=correction_bias is not None,
-        HAS_EXPERT_SCALE=expert_scale is not None,
-        NUM_GROUPS=router.num_groups,
-        GROUPS_POW2=next_power_of_2(router.num_groups),
-        TOP_GROUPS=router.top_groups,
-        GROUP_MEMBERS=1 if router.group_score == "max" else 2,
-        NORMALIZE=router.normalize,
-        num_warps=1 if num_experts <= 128 else 4,
-        **pdl_options(logits.device),
     )
-    return topk_ids, topk_weights
+    constants: dict[str, str | int | bool] = {
+        "NUM_EXPERTS": num_experts,
+        "EXPERTS_POW2": next_power_of_2(num_experts),
+        "TOP_K": top_k,
+        "TOP_K_POW2": next_power_of_2(top_k),
+        "SCORE": router.score,
+        "SCORE_CHOSEN_ONLY": router.score_chosen_only,
+        "SOFTCAP": router.softcap is not None,
+        "HAS_CORRECTION": correction_bias is not None,
+        "HAS_EXPERT_SCALE": expert_scale is not None,
+        "NUM_GROUPS": router.num_groups,
+        "GROUPS_POW2": next_power_of_2(router.num_groups),
+        "TOP_GROUPS": router.top_groups,
+        "GROUP_MEMBERS": 1 if router.group_score == "max" else 2,
+        "NORMALIZE": router.normalize,
+    }
+    warps = 1 if num_experts <= 128 else 4
+    return RoutingLaunch(topk_ids, topk_weights, arguments, constants, warps)
 
 
 @jit
@@ -224,13 +253,72 @@ def route_topk_kernel(
     NORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program routes one token: it takes the best expert TOP_K times.
+    """One program routes one token."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    choose_experts(
+        tl.program_id(0).to(tl.int64),
+        logits,
+        correction_bias,
+        expert_scale,
+        topk_ids,
+        topk_weights,
+        stride,
+        logit_scale,
+        softcap,
+        min_normalizer,
+        weight_scale,
+        threshold,
+        NUM_EXPERTS,
+        EXPERTS_POW2,
+        TOP_K,
+        TOP_K_POW2,
+        SCORE,
+        SCORE_CHOSEN_ONLY,
+        SOFTCAP,
+        HAS_CORRECTION,
+        HAS_EXPERT_SCALE,
+        NUM_GROUPS,
+        GROUPS_POW2,
+        TOP_GROUPS,
+        GROUP_MEMBERS,
+        NORMALIZE,
+    )
+
+
+@jit
+def choose_experts(
+    token,
+    logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
+    correction_bias,  # [NUM_EXPERTS]
+    expert_scale,  # [NUM_EXPERTS]
+    topk_ids,  # [tokens, TOP_K]
+    topk_weights,  # [tokens, TOP_K]
+    stride,
+    logit_scale,
+    softcap,
+    min_normalizer,
+    weight_scale,
+    threshold,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_POW2: tl.constexpr,
+    SCORE: tl.constexpr,
+    SCORE_CHOSEN_ONLY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_MEMBERS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """Route one token: take the best expert TOP_K times, and store the choices.
 
     The ids and weights of the choices are lanes of `chosen_ids` and `chosen_weights`.
     """
-    launch_dependents(PDL)
-    wait_for_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_POW2)
     is_expert = e < NUM_EXPERTS
     row = tl.load(logits + token * stride + e, mask=is_expert, other=-float("inf"))
@@ -341,12 +429,21 @@ class SharedOutput(NamedTuple):
         return self.y if self.gate_logits is None else torch.sigmoid(self.gate_logits) * self.y
 
 
+class PreparedInputs(NamedTuple):
+    """Rows of x, normed and rounded to 16-bit integers relative to the largest of each chunk."""
+
+    words: torch.Tensor  # [rows, chunks, words] int32: all high bytes, then all low bytes
+    scales: torch.Tensor  # [rows, chunks, 2] float32: the scale, and the sum of the chunk's values
+
+
 class ExpertsFusion(NamedTuple):
     """What is computed together with the experts of a block."""
 
     prologue: NormPrologue | None = None  # an RMS norm of x
     shared: SharedOutput | None = None  # is added
     residual: ResidualEpilogue | None = None  # is added last
+    # The result of the prologue, if it is known, for kernels that multiply integers.
+    prepared: PreparedInputs | None = None
 
     def apply_prologue(self, x: torch.Tensor) -> tuple[torch.Tensor, ExpertsFusion]:
         """Return x after the norm, and what is still to be fused."""

@@ -79,12 +79,26 @@ def packed_fused_experts(
     fusion: ExpertsFusion = ExpertsFusion(),  # noqa: B008 (it is immutable)
 ) -> torch.Tensor:
     """Run the experts of each token: x [tokens, hidden], topk_* [tokens, top_k] -> like x."""
-    few_pairs = topk_ids.numel() <= max(topk_ids.shape[1], num_experts // 4)
     run: Callable[..., torch.Tensor] = packed_experts_grouped
-    if few_pairs:
-        is_fast = supports_expert_gemv(up, x.dtype) and supports_expert_gemv(down, x.dtype)
-        run = packed_experts_gemv_summed if is_fast else packed_experts_gemv
+    top_k = topk_ids.shape[1]
+    if can_prepare_experts(x, up, down, num_experts, top_k):
+        run = packed_experts_gemv_summed
+    elif has_few_pairs(len(x), top_k, num_experts):
+        run = packed_experts_gemv
     return run(x, topk_ids, topk_weights, up, down, num_experts, options, fusion)
+
+
+def has_few_pairs(tokens: int, top_k: int, num_experts: int) -> bool:
+    """Whether pairs seldom share an expert."""
+    return tokens * top_k <= max(top_k, num_experts // 4)
+
+
+def can_prepare_experts(
+    x: torch.Tensor, up: PackedWeight, down: PackedWeight, num_experts: int, top_k: int
+) -> bool:
+    """Whether `packed_fused_experts` rounds x [tokens, hidden] before it multiplies."""
+    is_fast = supports_expert_gemv(up, x.dtype) and supports_expert_gemv(down, x.dtype)
+    return is_fast and has_few_pairs(len(x), top_k, num_experts)
 
 
 def packed_fused_experts_reference(

@@ -7,8 +7,8 @@ A pair is a token with one of its experts. Both products multiply integers by dp
 kernels/packed_gemv.py describes; this file adds what only experts need:
 
     prepare_inputs   The inputs of the up product are normed and rounded to integers once, by a
-                     small launch of its own. A program that reads a few rows of a 4-bit matrix
-                     would otherwise spend more instructions on x than on the codes.
+                     small launch, which routes the tokens as well. A program that reads a few rows
+                     of a 4-bit matrix would otherwise spend more instructions on x than on codes.
     down             One program sums the products of all chosen experts of a token. Their rows are
                      treated as one long row, so no launch adds them up later.
 
@@ -34,7 +34,13 @@ from bloomery.kernels.launch import (
     tl,
     wait_for_previous,
 )
-from bloomery.kernels.moe import ExpertOptions, ExpertsFusion
+from bloomery.kernels.moe import (
+    ExpertOptions,
+    ExpertsFusion,
+    PreparedInputs,
+    choose_experts,
+    describe_routing,
+)
 from bloomery.kernels.packed import PackedLayout, PackedWeight, describe_layout
 from bloomery.kernels.packed_gemv import (
     apply_norm_weight,
@@ -49,6 +55,7 @@ from bloomery.kernels.packed_gemv import (
     supports_packed_gemv,
     uses_dp4a,
 )
+from bloomery.spec import RouterSpec
 
 PREPARED_CHUNKS = 32  # chunks of a row that a program of prepare_inputs handles
 
@@ -59,13 +66,6 @@ class ExpertGemvTiling(NamedTuple):
     outputs: int
     chunks: int
     warps: int
-
-
-class PreparedInputs(NamedTuple):
-    """Rows of x, normed and rounded to 16-bit integers relative to the largest of each chunk."""
-
-    words: torch.Tensor  # [rows, chunks, words] int32: all high bytes, then all low bytes
-    scales: torch.Tensor  # [rows, chunks, 2] float32: the scale, and the sum of the chunk's values
 
 
 UP_TILING = ExpertGemvTiling(4, 32, 1)
@@ -93,7 +93,7 @@ def packed_experts_gemv_summed(
     """Run the experts of each token: x [tokens, hidden], topk_* [tokens, top_k] -> like x."""
     up_tiling, down_tiling = tilings
     activation, up_bias, down_bias, weights_input = options
-    prepared = prepare_inputs(x, describe_layout(up), fusion.prologue)
+    prepared = fusion.prepared or prepare_inputs(x, describe_layout(up), fusion.prologue)
     input_weights = topk_weights if weights_input else None
     h = multiply_up(
         prepared, x, topk_ids, input_weights, up, up_bias, num_experts, activation, up_tiling
@@ -109,10 +109,19 @@ def chunk_columns(layout: PackedLayout) -> int:
     return 128 // layout.bits
 
 
-def prepare_inputs(
+class PreparationLaunch(NamedTuple):
+    """The results of `prepare_chunks`, its arguments, and the blocks of a row."""
+
+    prepared: PreparedInputs
+    arguments: tuple[torch.Tensor | float, ...]
+    constants: dict[str, str | int | bool]
+    blocks: int
+
+
+def describe_preparation(
     x: torch.Tensor, layout: PackedLayout, prologue: NormPrologue | None
-) -> PreparedInputs:
-    """Norm the rows of x [rows, columns] and round them for codes of this layout."""
+) -> PreparationLaunch:
+    """Allocate the rounded rows of x [rows, columns] and return the arguments of the kernel."""
     x = x.contiguous()
     rows, columns = x.shape
     chunks = columns // chunk_columns(layout)
@@ -120,23 +129,59 @@ def prepare_inputs(
     words = torch.empty(rows, chunks, num_words, dtype=torch.int32, device=x.device)
     scales = torch.empty(rows, chunks, 2, dtype=torch.float32, device=x.device)
     norm_weight = None if prologue is None else prologue.weight
-    prepare_inputs_kernel[(-(-chunks // PREPARED_CHUNKS), rows)](
+    arguments = (
         x,
         x if norm_weight is None else norm_weight,
         words,
         scales,
         0.0 if prologue is None else prologue.eps,
-        COLUMNS=columns,
-        KIND=layout.kind,
-        BITS=layout.bits,
-        NORM=prologue is not None,
-        HAS_NORM_WEIGHT=norm_weight is not None,
-        INLINE_ASM=x.is_cuda,
-        BLOCK_CHUNKS=PREPARED_CHUNKS,
-        num_warps=1,
+    )
+    constants: dict[str, str | int | bool] = {
+        "COLUMNS": columns,
+        "KIND": layout.kind,
+        "BITS": layout.bits,
+        "NORM": prologue is not None,
+        "HAS_NORM_WEIGHT": norm_weight is not None,
+        "INLINE_ASM": x.is_cuda,
+        "BLOCK_CHUNKS": PREPARED_CHUNKS,
+    }
+    blocks = -(-chunks // PREPARED_CHUNKS)
+    return PreparationLaunch(PreparedInputs(words, scales), arguments, constants, blocks)
+
+
+def prepare_inputs(
+    x: torch.Tensor, layout: PackedLayout, prologue: NormPrologue | None
+) -> PreparedInputs:
+    """Norm the rows of x [rows, columns] and round them for codes of this layout."""
+    launch = describe_preparation(x, layout, prologue)
+    prepare_inputs_kernel[(launch.blocks, len(x))](
+        *launch.arguments, **launch.constants, num_warps=1, **pdl_options(x.device)
+    )
+    return launch.prepared
+
+
+def route_and_prepare(
+    x: torch.Tensor,
+    layout: PackedLayout,
+    prologue: NormPrologue | None,
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, PreparedInputs]:
+    """Run `route_topk` and `prepare_inputs` in one launch."""
+    routing = describe_routing(logits, top_k, router, correction_bias, expert_scale)
+    preparation = describe_preparation(x, layout, prologue)
+    route_and_prepare_kernel[(1 + preparation.blocks, len(x))](
+        *routing.arguments,
+        *preparation.arguments,
+        **routing.constants,
+        **preparation.constants,
+        num_warps=routing.warps,
         **pdl_options(x.device),
     )
-    return PreparedInputs(words, scales)
+    return routing.topk_ids, routing.topk_weights, preparation.prepared
 
 
 def layout_constants(packed: PackedWeight) -> dict[str, str | int | bool]:
@@ -270,13 +315,141 @@ def prepare_inputs_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program rounds BLOCK_CHUNKS chunks of one row. Each recomputes the norm's factor."""
+    """One program rounds BLOCK_CHUNKS chunks of one row."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
+    prepare_chunks(
+        tl.program_id(0),
+        tl.program_id(1).to(tl.int64),
+        x,
+        norm_weight,
+        words,
+        scales,
+        eps,
+        COLUMNS,
+        KIND,
+        BITS,
+        NORM,
+        HAS_NORM_WEIGHT,
+        INLINE_ASM,
+        BLOCK_CHUNKS,
+    )
+
+
+@jit
+def route_and_prepare_kernel(
+    logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
+    correction_bias,  # [NUM_EXPERTS]
+    expert_scale,  # [NUM_EXPERTS]
+    topk_ids,  # [tokens, TOP_K]
+    topk_weights,  # [tokens, TOP_K]
+    stride,
+    logit_scale,
+    softcap,
+    min_normalizer,
+    weight_scale,
+    threshold,
+    x,  # [rows, COLUMNS]
+    norm_weight,  # [COLUMNS]
+    words,  # [rows, chunks, WORDS]
+    scales,  # [rows, chunks, 2]
+    eps,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_POW2: tl.constexpr,
+    SCORE: tl.constexpr,
+    SCORE_CHOSEN_ONLY: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_MEMBERS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The first program of a token chooses its experts, the others round chunks of its row."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(1).to(tl.int64)
+    if tl.program_id(0) == 0:
+        choose_experts(
+            row,
+            logits,
+            correction_bias,
+            expert_scale,
+            topk_ids,
+            topk_weights,
+            stride,
+            logit_scale,
+            softcap,
+            min_normalizer,
+            weight_scale,
+            threshold,
+            NUM_EXPERTS,
+            EXPERTS_POW2,
+            TOP_K,
+            TOP_K_POW2,
+            SCORE,
+            SCORE_CHOSEN_ONLY,
+            SOFTCAP,
+            HAS_CORRECTION,
+            HAS_EXPERT_SCALE,
+            NUM_GROUPS,
+            GROUPS_POW2,
+            TOP_GROUPS,
+            GROUP_MEMBERS,
+            NORMALIZE,
+        )
+    else:
+        prepare_chunks(
+            tl.program_id(0) - 1,
+            row,
+            x,
+            norm_weight,
+            words,
+            scales,
+            eps,
+            COLUMNS,
+            KIND,
+            BITS,
+            NORM,
+            HAS_NORM_WEIGHT,
+            INLINE_ASM,
+            BLOCK_CHUNKS,
+        )
+
+
+@jit
+def prepare_chunks(
+    block,
+    row,
+    x,  # [rows, COLUMNS]
+    norm_weight,  # [COLUMNS]
+    words,  # [rows, chunks, WORDS]
+    scales,  # [rows, chunks, 2]
+    eps,
+    COLUMNS: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    INLINE_ASM: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+):
+    """Norm and round a block of BLOCK_CHUNKS chunks of one row, whose norm is recomputed."""
     CHUNK_COLUMNS: tl.constexpr = 128 // BITS
     ROW_CHUNKS: tl.constexpr = COLUMNS // CHUNK_COLUMNS
     HALF: tl.constexpr = 8 if BITS == 4 else 4  # words of high bytes
-    row = tl.program_id(1).to(tl.int64)
     chunk = tl.arange(0, BLOCK_CHUNKS)
     column = chunk[:, None, None, None] * CHUNK_COLUMNS + tl.arange(0, 8)[None, None, None, :]
     x_ptr = x + row * COLUMNS + column
@@ -288,7 +461,7 @@ def prepare_inputs_kernel(
                 _, square_sum = apply_norm_weight(
                     parts[i], square_sum, norm_weight, None, True, False, 1, BLOCK_CHUNKS
                 )
-    own = tl.program_id(0) * BLOCK_CHUNKS
+    own = block * BLOCK_CHUNKS
     inside = (own + chunk < ROW_CHUNKS)[:, None, None, None]
     parts = load_x(x_ptr, own, chunk, COLUMNS, CHUNK_COLUMNS)
     norm_ptr = norm_weight + own * CHUNK_COLUMNS + column

@@ -20,7 +20,7 @@ from bloomery.layers.mlp import MlpBlock
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
-from bloomery.quant.experts import ExpertStack, run_experts
+from bloomery.quant.experts import ExpertStack, route_inputs, run_experts
 from bloomery.spec import RouterSpec
 
 
@@ -145,8 +145,19 @@ class MoeBlock:
         residual = None
         if epilogue is not None:
             residual = ResidualEpilogue(materialize(epilogue.residual), epilogue.scale)
-        expert_ids, expert_weights = self.router(x, prologue)
-        fusion = ExpertsFusion(prologue, self._run_shared(x, prologue), residual)
+        router = self.router
+        logits = router.linear(x, prologue)
+        expert_ids, expert_weights, prepared = route_inputs(
+            x,
+            self.experts,
+            prologue,
+            logits,
+            router.top_k,
+            router.spec,
+            router.correction_bias,
+            router.expert_scale,
+        )
+        fusion = ExpertsFusion(prologue, self._run_shared(x, prologue), residual, prepared)
         return run_experts(x, expert_ids, expert_weights, self.experts, fusion)
 
     def _run_shared(

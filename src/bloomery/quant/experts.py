@@ -12,23 +12,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bloomery.fusion import NormPrologue
 from bloomery.kernels.activation import apply_activation
 from bloomery.kernels.moe import (
     ExpertOptions,
     ExpertsFusion,
+    PreparedInputs,
     SharedOutput,
     fused_experts,
     fused_experts_reference,
     pair_products,
     pair_products_reference,
+    route_topk,
     sum_pairs,
 )
-from bloomery.kernels.packed import PackedWeight
+from bloomery.kernels.packed import PackedWeight, describe_layout
 from bloomery.kernels.packed_moe import (
+    can_prepare_experts,
     packed_fused_experts,
     packed_pair_products,
     supports_packed_experts,
 )
+from bloomery.kernels.packed_moe_gemv import route_and_prepare
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import PreparedWeight
@@ -41,6 +46,7 @@ from bloomery.quant.quantized_weight import (
     dequantize_range,
     has_kernels,
 )
+from bloomery.spec import RouterSpec
 
 
 class QuantizedExperts:
@@ -145,6 +151,39 @@ def run_experts(
     down_bias = None if options.down_bias is None else options.down_bias[local_ids]
     options = options._replace(up_bias=up_bias, down_bias=down_bias)
     return fused_experts(x, copy_ids, expert_weights, dense_up, dense_down, options, fusion)
+
+
+class RoutedInputs(NamedTuple):
+    """The experts of each token, their weights, and the experts' input if it is prepared."""
+
+    expert_ids: torch.Tensor  # [tokens, top_k]
+    weights: torch.Tensor  # [tokens, top_k]
+    prepared: PreparedInputs | None
+
+
+def route_inputs(
+    x: torch.Tensor,
+    experts: ExpertStack,
+    prologue: NormPrologue | None,
+    logits: torch.Tensor,
+    top_k: int,
+    router: RouterSpec,
+    correction_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> RoutedInputs:
+    """Route x [tokens, hidden] by its logits, and prepare it for the experts in the same launch."""
+    routing = (logits, top_k, router, correction_bias, expert_scale)
+    packed_up = find_packed(experts.up, x.dtype)
+    packed_down = find_packed(experts.down, x.dtype)
+    if (
+        x.is_cuda
+        and packed_up is not None
+        and packed_down is not None
+        and can_prepare_experts(x, packed_up, packed_down, experts.num_experts, top_k)
+    ):
+        layout = describe_layout(packed_up)
+        return RoutedInputs(*route_and_prepare(x, layout, prologue, *routing))
+    return RoutedInputs(*route_topk(*routing), None)
 
 
 class NativeExperts(NamedTuple):
