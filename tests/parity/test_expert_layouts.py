@@ -22,7 +22,9 @@ def check_logits(folder: Path, model: Any) -> None:
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "afmoe", "olmoe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["glm4_moe", "afmoe", "olmoe", "qwen3_moe", "lfm2_moe", "qwen3_5_moe"]
+)
 def test_experts_saved_as_transformers_holds_them(name: str, tmp_path: Path) -> None:
     model = make_checkpoint(CASES_BY_NAME[name], tmp_path)
     model.save_pretrained(tmp_path, save_original_format=False)

@@ -18,6 +18,8 @@ PREFIXES = {
     "hy_v3": "model.layers.3.",
     "ernie4_5_moe": "model.mtp_block.0.",
     "mellum": "mtp.",
+    "qwen3_5_text": "mtp.layers.0.",
+    "nemotron_h": "mtp.layers.0.",
 }
 
 
