@@ -23,20 +23,11 @@ AFMOE_NAMES = build_moe_names(
     mlp_norm="pre_mlp_layernorm",
     mlp_post_norm="post_mlp_layernorm",
 )
-AFMOE = DEFAULTS | defaults(
-    vocab=200192,
-    hidden=2048,
-    mlp=6144,
-    heads=16,
-    head_dim=128,
-    context=16384,
-    rms_norm_eps=1e-5,
-    sliding_window=1024,
-    num_dense_layers=1,
-    num_experts=64,
-    num_experts_per_tok=6,
-    num_shared_experts=2,
-    moe_intermediate_size=1408,
+AFMOE = (
+    DEFAULTS
+    | defaults(vocab=200192, hidden=2048, mlp=6144, heads=16, head_dim=128, context=16384)
+    | defaults(rms_norm_eps=1e-5, sliding_window=1024, num_dense_layers=1, num_experts=64)
+    | defaults(num_experts_per_tok=6, num_shared_experts=2, moe_intermediate_size=1408)
 )
 
 

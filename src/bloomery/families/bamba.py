@@ -13,14 +13,8 @@ from bloomery.spec import ModelSpec
 BAMBA = (
     DEFAULTS
     | MAMBA2
-    | defaults(
-        vocab=128000,
-        mlp=14336,
-        kv_heads=8,
-        context=262144,
-        rms_norm_eps=1e-5,
-        partial_rotary_factor=0.5,
-    )
+    | defaults(vocab=128000, mlp=14336, kv_heads=8, context=262144, rms_norm_eps=1e-5)
+    | defaults(partial_rotary_factor=0.5)
 )
 
 

@@ -14,16 +14,10 @@ from bloomery.families.rope import read_rope
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
-COHERE2 = DEFAULTS | defaults(
-    vocab=256000,
-    hidden=8192,
-    mlp=22528,
-    layers=40,
-    heads=64,
-    context=8192,
-    tied=True,
-    logit_scale=0.0625,
-    sliding_window=4096,
+COHERE2 = (
+    DEFAULTS
+    | defaults(vocab=256000, hidden=8192, mlp=22528, layers=40, heads=64, context=8192, tied=True)
+    | defaults(logit_scale=0.0625, sliding_window=4096)
 )
 COHERE = COHERE2 | {"rope_theta": 500000.0}
 

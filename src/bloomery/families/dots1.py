@@ -11,16 +11,11 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import ModelSpec
 
-DOTS1 = DEFAULTS | defaults(
-    vocab=152064,
-    hidden=4608,
-    mlp=10944,
-    layers=62,
-    kv_heads=32,
-    moe_intermediate_size=1408,
-    norm_topk_prob=False,
-    sliding_window=4096,
-    max_window_layers=62,
+DOTS1 = (
+    DEFAULTS
+    | defaults(vocab=152064, hidden=4608, mlp=10944, layers=62, kv_heads=32)
+    | defaults(moe_intermediate_size=1408, norm_topk_prob=False, sliding_window=4096)
+    | defaults(max_window_layers=62)
 )
 
 

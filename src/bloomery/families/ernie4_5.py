@@ -10,18 +10,10 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.spec import LayerSpec, ModelSpec
 
-ERNIE = DEFAULTS | defaults(
-    vocab=103424,
-    hidden=1024,
-    mlp=3072,
-    layers=18,
-    heads=16,
-    kv_heads=2,
-    context=131072,
-    tied=True,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
+ERNIE = (
+    DEFAULTS
+    | defaults(vocab=103424, hidden=1024, mlp=3072, layers=18, heads=16, kv_heads=2, context=131072)
+    | defaults(tied=True, head_dim=128, rms_norm_eps=1e-5, rope_theta=5e5)
 )
 
 

@@ -17,19 +17,11 @@ ERNIE_MOE_NAMES = replace(
     ),
     ignored=("*.rotary_emb.inv_freq", "model.mtp_*"),  # layers for multi-token prediction
 )
-ERNIE_MOE = ERNIE | defaults(
-    hidden=2560,
-    mlp=12288,
-    layers=28,
-    heads=20,
-    kv_heads=4,
-    head_dim=None,
-    num_experts=64,
-    num_experts_per_tok=6,
-    num_shared_experts=2,
-    moe_intermediate_size=1536,
-    moe_layer_start_index=1,
-    moe_norm_min=1e-12,
+ERNIE_MOE = (
+    ERNIE
+    | defaults(hidden=2560, mlp=12288, layers=28, heads=20, kv_heads=4, head_dim=None)
+    | defaults(num_experts=64, num_experts_per_tok=6, num_shared_experts=2)
+    | defaults(moe_intermediate_size=1536, moe_layer_start_index=1, moe_norm_min=1e-12)
 )
 
 

@@ -23,15 +23,8 @@ from bloomery.spec import (
 )
 
 DEFAULTS = defaults(
-    vocab=65024,
-    hidden=4544,
-    layers=32,
-    heads=71,
-    context=2048,
-    tied=True,
-    multi_query=True,
-    parallel_attn=True,
-)
+    vocab=65024, hidden=4544, layers=32, heads=71, context=2048, tied=True
+) | defaults(multi_query=True, parallel_attn=True)
 
 
 def has_two_norms(config: ConfigReader) -> bool:

@@ -18,15 +18,8 @@ from bloomery.spec import LayerSpec, Mamba2Spec, MlpSpec, ModelSpec, SwigluClamp
 FALCON_H1 = (
     DEFAULTS
     | MAMBA2
-    | defaults(
-        vocab=128000,
-        mlp=14336,
-        kv_heads=8,
-        context=8192,
-        rms_norm_eps=1e-5,
-        mamba_d_ssm=1024,
-        mamba_norm_before_gate=True,
-    )
+    | defaults(vocab=128000, mlp=14336, kv_heads=8, context=8192, rms_norm_eps=1e-5)
+    | defaults(mamba_d_ssm=1024, mamba_norm_before_gate=True)
 )
 NO_LIMIT = 1e30
 

@@ -19,26 +19,12 @@ from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 GEMMA = defaults(
-    vocab=256000,
-    hidden=3072,
-    mlp=24576,
-    layers=28,
-    heads=16,
-    kv_heads=16,
-    context=8192,
-    tied=True,
-    head_dim=256,
-)
-GEMMA2 = GEMMA | defaults(
-    hidden=2304,
-    mlp=9216,
-    layers=26,
-    heads=8,
-    kv_heads=4,
-    query_pre_attn_scalar=256,
-    sliding_window=4096,
-    final_logit_softcapping=30.0,
-    attn_logit_softcapping=50.0,
+    vocab=256000, hidden=3072, mlp=24576, layers=28, heads=16, kv_heads=16, context=8192
+) | defaults(tied=True, head_dim=256)
+GEMMA2 = (
+    GEMMA
+    | defaults(hidden=2304, mlp=9216, layers=26, heads=8, kv_heads=4, query_pre_attn_scalar=256)
+    | defaults(sliding_window=4096, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
 )
 GEMMA3 = GEMMA2 | defaults(
     vocab=262208, context=131072, final_logit_softcapping=None, attn_logit_softcapping=None

@@ -22,16 +22,10 @@ GLM4_NAMES = replace(
         "mlp_post_norm": "post_mlp_layernorm",
     },
 )
-GLM = DEFAULTS | defaults(
-    vocab=151552,
-    mlp=13696,
-    layers=40,
-    kv_heads=2,
-    context=131072,
-    head_dim=128,
-    rms_norm_eps=1.5625e-7,
-    attention_bias=True,
-    partial_rotary_factor=0.5,
+GLM = (
+    DEFAULTS
+    | defaults(vocab=151552, mlp=13696, layers=40, kv_heads=2, context=131072, head_dim=128)
+    | defaults(rms_norm_eps=1.5625e-7, attention_bias=True, partial_rotary_factor=0.5)
 )
 
 

@@ -22,31 +22,16 @@ from bloomery.spec import ModelSpec, NormSpec
 GLM4_MOE_NAMES = build_moe_names(
     "mlp.gate", "mlp.shared_experts", correction_bias="mlp.gate.e_score_correction_bias"
 )
-SOLAR_OPEN = DEFAULTS | defaults(
-    vocab=196608,
-    layers=48,
-    heads=64,
-    kv_heads=8,
-    context=131072,
-    rms_norm_eps=1e-5,
-    head_dim=128,
-    rope_theta=1e6,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_shared_experts=1,
-    moe_intermediate_size=1280,
-    norm_topk_prob=True,
+SOLAR_OPEN = (
+    DEFAULTS
+    | defaults(vocab=196608, layers=48, heads=64, kv_heads=8, context=131072, rms_norm_eps=1e-5)
+    | defaults(head_dim=128, rope_theta=1e6, num_experts=128, num_experts_per_tok=8)
+    | defaults(num_shared_experts=1, moe_intermediate_size=1280, norm_topk_prob=True)
 )
-GLM4_MOE = SOLAR_OPEN | defaults(
-    vocab=151552,
-    mlp=10944,
-    layers=46,
-    heads=96,
-    head_dim=None,
-    rope_theta=1e4,
-    partial_rotary_factor=0.5,
-    moe_intermediate_size=1408,
-    first_k_dense_replace=1,
+GLM4_MOE = (
+    SOLAR_OPEN
+    | defaults(vocab=151552, mlp=10944, layers=46, heads=96, head_dim=None, rope_theta=1e4)
+    | defaults(partial_rotary_factor=0.5, moe_intermediate_size=1408, first_k_dense_replace=1)
 )
 
 

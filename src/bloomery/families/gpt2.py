@@ -34,14 +34,8 @@ NAMES = TensorNames(
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
 DEFAULTS = defaults(
-    vocab=50257,
-    hidden=768,
-    layers=12,
-    heads=12,
-    context=1024,
-    tied=True,
-    activation_function="gelu_new",
-)
+    vocab=50257, hidden=768, layers=12, heads=12, context=1024, tied=True
+) | defaults(activation_function="gelu_new")
 BIGCODE = DEFAULTS | {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
 
 

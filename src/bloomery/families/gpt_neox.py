@@ -30,14 +30,8 @@ NAMES = TensorNames(
     ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
 )
 DEFAULTS = defaults(
-    vocab=50432,
-    hidden=6144,
-    mlp=24576,
-    layers=44,
-    heads=64,
-    context=2048,
-    partial_rotary_factor=0.25,
-)
+    vocab=50432, hidden=6144, mlp=24576, layers=44, heads=64, context=2048
+) | defaults(partial_rotary_factor=0.25)
 
 
 def read_gpt_neox(config: ConfigReader) -> ModelSpec:

@@ -23,28 +23,18 @@ NAMES = replace(
     stacked_experts=True,
     transposed_experts=True,
 )
-GPT_OSS = defaults(
-    vocab=201088,
-    hidden=2880,
-    mlp=2880,
-    layers=36,
-    heads=64,
-    kv_heads=8,
-    context=131072,
-    head_dim=64,
-    attention_bias=True,
-    sliding_window=128,
-    rms_norm_eps=1e-5,
-    num_experts=128,
-    num_experts_per_tok=4,
-    hidden_act="silu",
-    rope_theta=150000.0,
-    rope_parameters={
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
+GPT_OSS = (
+    defaults(vocab=201088, hidden=2880, mlp=2880, layers=36, heads=64, kv_heads=8, context=131072)
+    | defaults(head_dim=64, attention_bias=True, sliding_window=128, rms_norm_eps=1e-5)
+    | defaults(num_experts=128, num_experts_per_tok=4, hidden_act="silu", rope_theta=150000.0)
+    | defaults(
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        }
+    )
 )
 
 

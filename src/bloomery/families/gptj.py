@@ -30,14 +30,8 @@ NAMES = TensorNames(
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )
 DEFAULTS = defaults(
-    vocab=50400,
-    hidden=4096,
-    layers=28,
-    heads=16,
-    context=2048,
-    rotary_dim=64,
-    activation_function="gelu_new",
-)
+    vocab=50400, hidden=4096, layers=28, heads=16, context=2048, rotary_dim=64
+) | defaults(activation_function="gelu_new")
 
 
 def read_gptj(config: ConfigReader) -> ModelSpec:

@@ -17,17 +17,10 @@ from bloomery.families.rope import read_rope
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec
 
-GRANITE_SWA = DEFAULTS | defaults(
-    vocab=100352,
-    hidden=2560,
-    mlp=8192,
-    layers=24,
-    heads=20,
-    kv_heads=4,
-    context=8192,
-    tied=True,
-    rms_norm_eps=1e-5,
-    sliding_window=128,
+GRANITE_SWA = (
+    DEFAULTS
+    | defaults(vocab=100352, hidden=2560, mlp=8192, layers=24, heads=20, kv_heads=4, context=8192)
+    | defaults(tied=True, rms_norm_eps=1e-5, sliding_window=128)
 )
 SINK_NAMES = replace(NAMES, extra={**NAMES.extra, "sinks": "self_attn.sinks"})
 

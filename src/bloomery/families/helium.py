@@ -8,17 +8,10 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.spec import ModelSpec
 
-HELIUM = DEFAULTS | defaults(
-    vocab=48000,
-    hidden=2560,
-    mlp=7040,
-    layers=24,
-    heads=20,
-    kv_heads=20,
-    context=4096,
-    head_dim=128,
-    rms_norm_eps=1e-8,
-    rope_theta=1e5,
+HELIUM = (
+    DEFAULTS
+    | defaults(vocab=48000, hidden=2560, mlp=7040, layers=24, heads=20, kv_heads=20, context=4096)
+    | defaults(head_dim=128, rms_norm_eps=1e-8, rope_theta=1e5)
 )
 
 

@@ -21,21 +21,12 @@ from bloomery.spec import ModelSpec, RouterSpec
 HY_V3_NAMES = build_moe_names(
     "mlp.router.gate", "mlp.shared_mlp", correction_bias="mlp.expert_bias"
 )
-HY_V3 = DEFAULTS | defaults(
-    vocab=120832,
-    mlp=13312,
-    layers=80,
-    heads=64,
-    kv_heads=8,
-    head_dim=128,
-    context=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=11158840.0,
-    num_experts=192,
-    num_experts_per_tok=8,
-    num_shared_experts=1,
-    moe_intermediate_size=1536,
-    router_scaling_factor=2.826,
+HY_V3 = (
+    DEFAULTS
+    | defaults(vocab=120832, mlp=13312, layers=80, heads=64, kv_heads=8, head_dim=128)
+    | defaults(context=131072, rms_norm_eps=1e-5, rope_theta=11158840.0, num_experts=192)
+    | defaults(num_experts_per_tok=8, num_shared_experts=1, moe_intermediate_size=1536)
+    | defaults(router_scaling_factor=2.826)
 )
 
 

@@ -28,16 +28,10 @@ JAMBA_NAMES = replace(
     expert_up=SplitTensors(("gate_proj", "up_proj")),
     expert_down="down_proj",
 )
-JAMBA = DEFAULTS | defaults(
-    vocab=65536,
-    mlp=14336,
-    kv_heads=8,
-    context=262144,
-    num_experts=16,
-    num_experts_per_tok=2,
-    mamba_d_state=16,
-    mamba_d_conv=4,
-    mamba_expand=2,
+JAMBA = (
+    DEFAULTS
+    | defaults(vocab=65536, mlp=14336, kv_heads=8, context=262144, num_experts=16)
+    | defaults(num_experts_per_tok=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2)
 )
 
 

@@ -21,24 +21,17 @@ LAGUNA_NAMES = build_moe_names(
     correction_bias="mlp.experts.e_score_correction_bias",
     attn_gate="self_attn.g_proj",
 )
-LAGUNA = DEFAULTS | defaults(
-    vocab=100352,
-    hidden=2048,
-    mlp=8192,
-    layers=40,
-    heads=48,
-    kv_heads=8,
-    head_dim=128,
-    context=131072,
-    sliding_window=512,
-    num_experts=256,
-    num_experts_per_tok=8,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
-    rope_parameters={
-        "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
-        "sliding_attention": {"rope_theta": 1e4},
-    },
+LAGUNA = (
+    DEFAULTS
+    | defaults(vocab=100352, hidden=2048, mlp=8192, layers=40, heads=48, kv_heads=8, head_dim=128)
+    | defaults(context=131072, sliding_window=512, num_experts=256, num_experts_per_tok=8)
+    | defaults(moe_intermediate_size=512, shared_expert_intermediate_size=512)
+    | defaults(
+        rope_parameters={
+            "full_attention": {"rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 1e4},
+        }
+    )
 )
 PER_HEAD = AttentionGateSpec(per_head=True, activation="softplus")
 PER_ELEMENT = AttentionGateSpec(per_head=False, activation="softplus")

@@ -34,24 +34,15 @@ LFM2_NAMES = replace(
     expert_up=SplitTensors(("w1", "w3")),
     expert_down="w2",
 )
-LFM2 = DEFAULTS | defaults(
-    vocab=65536,
-    hidden=2560,
-    mlp=12288,
-    kv_heads=8,
-    context=128000,
-    tied=True,
-    norm_eps=1e-5,
-    rope_theta=1e6,
-    conv_L_cache=3,
+LFM2 = (
+    DEFAULTS
+    | defaults(vocab=65536, hidden=2560, mlp=12288, kv_heads=8, context=128000, tied=True)
+    | defaults(norm_eps=1e-5, rope_theta=1e6, conv_L_cache=3)
 )
-LFM2_MOE = LFM2 | defaults(
-    hidden=2048,
-    mlp=7168,
-    num_experts=32,
-    num_experts_per_tok=4,
-    moe_intermediate_size=1792,
-    num_dense_layers=2,
+LFM2_MOE = (
+    LFM2
+    | defaults(hidden=2048, mlp=7168, num_experts=32, num_experts_per_tok=4)
+    | defaults(moe_intermediate_size=1792, num_dense_layers=2)
 )
 IS_CONV = {"conv": True, "full_attention": False}
 

@@ -39,15 +39,8 @@ NAMES = TensorNames(
 )
 
 DEFAULTS = defaults(
-    vocab=32000,
-    hidden=4096,
-    mlp=11008,
-    layers=32,
-    heads=32,
-    context=2048,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
-)
+    vocab=32000, hidden=4096, mlp=11008, layers=32, heads=32, context=2048
+) | defaults(hidden_act="silu", rms_norm_eps=1e-6)
 
 
 def read_attention(config: ConfigReader, **changes: Any) -> AttentionSpec:

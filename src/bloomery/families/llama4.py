@@ -27,22 +27,12 @@ LLAMA4_TEXT_NAMES = replace(
 LLAMA4_NAMES = replace(
     text_names(LLAMA4_TEXT_NAMES), vision=("vision_model.*", "multi_modal_projector.*")
 )
-LLAMA4_TEXT = DEFAULTS | defaults(
-    vocab=202048,
-    hidden=5120,
-    mlp=8192,
-    layers=48,
-    heads=40,
-    kv_heads=8,
-    head_dim=128,
-    context=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=5e5,
-    intermediate_size_mlp=16384,
-    num_experts=16,
-    num_experts_per_tok=1,
-    attention_chunk_size=8192,
-    attn_temperature_tuning=True,
+LLAMA4_TEXT = (
+    DEFAULTS
+    | defaults(vocab=202048, hidden=5120, mlp=8192, layers=48, heads=40, kv_heads=8, head_dim=128)
+    | defaults(context=131072, rms_norm_eps=1e-5, rope_theta=5e5, intermediate_size_mlp=16384)
+    | defaults(num_experts=16, num_experts_per_tok=1, attention_chunk_size=8192)
+    | defaults(attn_temperature_tuning=True)
 )
 HAS_CHUNKS = {"chunked_attention": True, "full_attention": False}
 

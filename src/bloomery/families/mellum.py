@@ -14,18 +14,11 @@ from bloomery.families.window import read_layer_windows
 from bloomery.spec import ModelSpec, RouterSpec
 
 MELLUM_NAMES = replace(build_moe_names("mlp.gate"), ignored=("*.rotary_emb.inv_freq", "mtp.*"))
-MELLUM = DEFAULTS | defaults(
-    vocab=98304,
-    hidden=2304,
-    mlp=7168,
-    layers=28,
-    kv_heads=4,
-    head_dim=128,
-    context=131072,
-    sliding_window=1024,
-    num_experts=64,
-    num_experts_per_tok=8,
-    moe_intermediate_size=896,
+MELLUM = (
+    DEFAULTS
+    | defaults(vocab=98304, hidden=2304, mlp=7168, layers=28, kv_heads=4, head_dim=128)
+    | defaults(context=131072, sliding_window=1024, num_experts=64, num_experts_per_tok=8)
+    | defaults(moe_intermediate_size=896)
 )
 
 

@@ -21,18 +21,10 @@ MINIMAX_M2_NAMES = replace(
         "correction_bias": "block_sparse_moe.e_score_correction_bias",
     },
 )
-MINIMAX_M2 = DEFAULTS | defaults(
-    vocab=200064,
-    hidden=3072,
-    mlp=1536,
-    layers=62,
-    heads=48,
-    kv_heads=8,
-    head_dim=128,
-    context=196608,
-    rope_theta=5e6,
-    num_experts=256,
-    num_experts_per_tok=8,
+MINIMAX_M2 = (
+    DEFAULTS
+    | defaults(vocab=200064, hidden=3072, mlp=1536, layers=62, heads=48, kv_heads=8, head_dim=128)
+    | defaults(context=196608, rope_theta=5e6, num_experts=256, num_experts_per_tok=8)
 )
 
 

@@ -20,32 +20,25 @@ MISTRAL = DEFAULTS | defaults(mlp=14336, kv_heads=8, context=131072, sliding_win
 MIXTRAL = MISTRAL | defaults(
     rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_experts=8, num_experts_per_tok=2
 )
-MISTRAL3 = MISTRAL | defaults(
-    vocab=131072,
-    hidden=5120,
-    mlp=32768,
-    layers=40,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope_theta=1e9,
-    sliding_window=None,
+MISTRAL3 = (
+    MISTRAL
+    | defaults(vocab=131072, hidden=5120, mlp=32768, layers=40, head_dim=128, rms_norm_eps=1e-5)
+    | defaults(rope_theta=1e9, sliding_window=None)
 )
-MINISTRAL3 = MISTRAL | defaults(
-    vocab=131072,
-    layers=34,
-    head_dim=128,
-    context=262144,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    sliding_window=None,
-    rope_parameters={
-        "rope_type": "yarn",
-        "factor": 16.0,
-        "original_max_position_embeddings": 16384,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.1,
-    },
+MINISTRAL3 = (
+    MISTRAL
+    | defaults(vocab=131072, layers=34, head_dim=128, context=262144, rms_norm_eps=1e-5)
+    | defaults(rope_theta=1e6, sliding_window=None)
+    | defaults(
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        }
+    )
 )
 MIXTRAL_NAMES = replace(
     NAMES,

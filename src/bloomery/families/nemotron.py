@@ -14,33 +14,28 @@ from bloomery.families.rope import read_rope
 from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 UNGATED_NAMES = replace(NAMES, mlp_up="mlp.up_proj")
-NEMOTRON = DEFAULTS | defaults(
-    vocab=256000,
-    hidden=6144,
-    mlp=24576,
-    heads=48,
-    context=4096,
-    hidden_act="relu2",
-    partial_rotary_factor=0.5,
+NEMOTRON = (
+    DEFAULTS
+    | defaults(vocab=256000, hidden=6144, mlp=24576, heads=48, context=4096, hidden_act="relu2")
+    | defaults(partial_rotary_factor=0.5)
 )
 ARCEE = DEFAULTS | defaults(
     hidden=2560, mlp=18432, context=4096, hidden_act="relu2", rms_norm_eps=1e-5
 )
-APERTUS = DEFAULTS | defaults(
-    vocab=131072,
-    mlp=14336,
-    context=65536,
-    hidden_act="xielu",
-    rms_norm_eps=1e-5,
-    rope_theta=12e6,
-    rope_parameters={
-        "rope_type": "llama3",
-        "rope_theta": 12e6,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    },
+APERTUS = (
+    DEFAULTS
+    | defaults(vocab=131072, mlp=14336, context=65536, hidden_act="xielu", rms_norm_eps=1e-5)
+    | defaults(rope_theta=12e6)
+    | defaults(
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 12e6,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
+    )
 )
 APERTUS_NAMES = replace(
     UNGATED_NAMES,

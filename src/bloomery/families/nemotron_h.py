@@ -41,24 +41,13 @@ NEMOTRON_H_NAMES = mamba_names(
     ),
     prefix="mixer",
 )
-NEMOTRON_H = DEFAULTS | defaults(
-    vocab=131072,
-    mlp=21504,
-    kv_heads=8,
-    head_dim=128,
-    context=4096,
-    layer_norm_epsilon=1e-5,
-    mlp_hidden_act="relu2",
-    mamba_num_heads=128,
-    mamba_head_dim=64,
-    ssm_state_size=128,
-    n_groups=8,
-    conv_kernel=4,
-    num_experts=8,
-    num_experts_per_tok=2,
-    norm_topk_prob=True,
-    moe_intermediate_size=7688,
-    moe_shared_expert_intermediate_size=7688,
+NEMOTRON_H = (
+    DEFAULTS
+    | defaults(vocab=131072, mlp=21504, kv_heads=8, head_dim=128, context=4096)
+    | defaults(layer_norm_epsilon=1e-5, mlp_hidden_act="relu2", mamba_num_heads=128)
+    | defaults(mamba_head_dim=64, ssm_state_size=128, n_groups=8, conv_kernel=4, num_experts=8)
+    | defaults(num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=7688)
+    | defaults(moe_shared_expert_intermediate_size=7688)
 )
 # The letters of `hybrid_override_pattern`, and the names of `layers_block_type`.
 BLOCKS = {

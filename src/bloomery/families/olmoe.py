@@ -11,16 +11,10 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec, NormSpec, RouterSpec
 
 OLMOE_NAMES = build_moe_names("mlp.gate")
-OLMOE = DEFAULTS | defaults(
-    vocab=50304,
-    hidden=2048,
-    mlp=2048,
-    layers=16,
-    heads=16,
-    context=4096,
-    rms_norm_eps=1e-5,
-    num_experts=64,
-    num_experts_per_tok=8,
+OLMOE = (
+    DEFAULTS
+    | defaults(vocab=50304, hidden=2048, mlp=2048, layers=16, heads=16, context=4096)
+    | defaults(rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8)
 )
 
 

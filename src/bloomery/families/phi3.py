@@ -14,13 +14,10 @@ from bloomery.spec import FusedTensor, ModelSpec
 PHI3_NAMES = replace(
     NAMES, attn_qkv=FusedTensor("self_attn.qkv_proj"), mlp_up=FusedTensor("mlp.gate_up_proj")
 )
-PHI3 = DEFAULTS | defaults(
-    vocab=32064,
-    hidden=3072,
-    mlp=8192,
-    context=4096,
-    original_max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
+PHI3 = (
+    DEFAULTS
+    | defaults(vocab=32064, hidden=3072, mlp=8192, context=4096)
+    | defaults(original_max_position_embeddings=4096, rms_norm_eps=1e-5)
 )
 
 

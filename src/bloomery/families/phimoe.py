@@ -12,15 +12,10 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import ModelSpec, NormSpec, RouterSpec
 
-PHIMOE = DEFAULTS | defaults(
-    vocab=32064,
-    mlp=6400,
-    kv_heads=8,
-    context=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    num_experts=16,
-    num_experts_per_tok=2,
+PHIMOE = (
+    DEFAULTS
+    | defaults(vocab=32064, mlp=6400, kv_heads=8, context=131072, rms_norm_eps=1e-5, rope_theta=1e6)
+    | defaults(num_experts=16, num_experts_per_tok=2)
 )
 
 

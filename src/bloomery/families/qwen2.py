@@ -15,17 +15,11 @@ from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec, SplitTensor
 QWEN = DEFAULTS | defaults(
     vocab=151936, mlp=22016, kv_heads=32, context=32768, sliding_window=4096, max_window_layers=28
 )
-QWEN2_MOE = QWEN | defaults(
-    hidden=2048,
-    mlp=5632,
-    layers=24,
-    heads=16,
-    kv_heads=16,
-    decoder_sparse_step=1,
-    num_experts=60,
-    num_experts_per_tok=4,
-    moe_intermediate_size=1408,
-    shared_expert_intermediate_size=5632,
+QWEN2_MOE = (
+    QWEN
+    | defaults(hidden=2048, mlp=5632, layers=24, heads=16, kv_heads=16, decoder_sparse_step=1)
+    | defaults(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+    | defaults(shared_expert_intermediate_size=5632)
 )
 MOE_NAMES = replace(
     NAMES,

@@ -20,13 +20,10 @@ from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 QWEN3 = QWEN | {"head_dim": 128}
-QWEN3_MOE = QWEN2_MOE | defaults(
-    mlp=6144,
-    heads=32,
-    kv_heads=4,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
+QWEN3_MOE = (
+    QWEN2_MOE
+    | defaults(mlp=6144, heads=32, kv_heads=4, num_experts=128, num_experts_per_tok=8)
+    | defaults(moe_intermediate_size=768)
 )
 
 

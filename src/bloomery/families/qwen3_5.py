@@ -24,37 +24,22 @@ from bloomery.spec import (
     TensorNames,
 )
 
-HYBRID = defaults(
-    head_dim=256,
-    partial_rotary_factor=0.25,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
+HYBRID = (
+    defaults(head_dim=256, partial_rotary_factor=0.25, linear_num_key_heads=16)
+    | defaults(linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
+    | defaults(linear_conv_kernel_dim=4)
 )
 QWEN3_5 = QWEN | HYBRID | defaults(vocab=248320, mlp=12288, heads=16, kv_heads=4)
-QWEN3_5_MOE = QWEN3_5 | defaults(
-    hidden=2048,
-    layers=40,
-    kv_heads=2,
-    num_experts=256,
-    num_experts_per_tok=8,
-    moe_intermediate_size=512,
-    shared_expert_intermediate_size=512,
+QWEN3_5_MOE = (
+    QWEN3_5
+    | defaults(hidden=2048, layers=40, kv_heads=2, num_experts=256, num_experts_per_tok=8)
+    | defaults(moe_intermediate_size=512, shared_expert_intermediate_size=512)
 )
 QWEN3_NEXT = (
     QWEN2_MOE
     | HYBRID
-    | defaults(
-        layers=48,
-        kv_heads=2,
-        num_experts=512,
-        num_experts_per_tok=10,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-        norm_topk_prob=True,
-    )
+    | defaults(layers=48, kv_heads=2, num_experts=512, num_experts_per_tok=10)
+    | defaults(moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True)
 )
 PROJECTIONS = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 SPLIT = SplitTensors(PROJECTIONS, parts=(3, 1, 1, 1))

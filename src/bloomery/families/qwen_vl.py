@@ -12,16 +12,10 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.vision import read_text_part, text_names
 from bloomery.spec import FusedTensor, ModelSpec
 
-QWEN2_VL = QWEN | defaults(
-    vocab=152064,
-    hidden=8192,
-    mlp=29568,
-    layers=80,
-    heads=64,
-    kv_heads=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    max_window_layers=80,
+QWEN2_VL = (
+    QWEN
+    | defaults(vocab=152064, hidden=8192, mlp=29568, layers=80, heads=64, kv_heads=8)
+    | defaults(rms_norm_eps=1e-5, rope_theta=1e6, max_window_layers=80)
 )
 QWEN3_VL = QWEN3 | defaults(context=128000, rope_theta=5e5)
 QWEN3_VL_MOE = QWEN2_MOE | defaults(

@@ -7,15 +7,10 @@ from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec
 
-SEED_OSS = DEFAULTS | defaults(
-    vocab=155136,
-    mlp=27648,
-    layers=64,
-    heads=80,
-    kv_heads=8,
-    context=524288,
-    head_dim=128,
-    attention_bias=True,
+SEED_OSS = (
+    DEFAULTS
+    | defaults(vocab=155136, mlp=27648, layers=64, heads=80, kv_heads=8, context=524288)
+    | defaults(head_dim=128, attention_bias=True)
 )
 
 

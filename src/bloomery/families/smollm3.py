@@ -11,15 +11,10 @@ from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import ModelSpec
 
-SMOLLM3 = DEFAULTS | defaults(
-    vocab=128256,
-    hidden=2048,
-    layers=36,
-    heads=16,
-    kv_heads=4,
-    context=32768,
-    tied=True,
-    rope_theta=2e6,
+SMOLLM3 = (
+    DEFAULTS
+    | defaults(vocab=128256, hidden=2048, layers=36, heads=16, kv_heads=4, context=32768, tied=True)
+    | defaults(rope_theta=2e6)
 )
 
 

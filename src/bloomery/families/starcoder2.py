@@ -11,16 +11,10 @@ from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 
 STARCODER2_NAMES = replace(NAMES, mlp_up="mlp.c_fc", mlp_down="mlp.c_proj")
-STARCODER2 = DEFAULTS | defaults(
-    vocab=49152,
-    hidden=3072,
-    mlp=12288,
-    layers=30,
-    heads=24,
-    kv_heads=2,
-    context=4096,
-    tied=True,
-    hidden_act="gelu_pytorch_tanh",
+STARCODER2 = (
+    DEFAULTS
+    | defaults(vocab=49152, hidden=3072, mlp=12288, layers=30, heads=24, kv_heads=2, context=4096)
+    | defaults(tied=True, hidden_act="gelu_pytorch_tanh")
 )
 
 
