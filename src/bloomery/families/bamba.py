@@ -19,6 +19,7 @@ BAMBA = (
 
 
 def read_bamba(config: ConfigReader) -> ModelSpec:
+    config.require("hidden_act", "silu")
     position = read_rope(config, config.head_dim(), partial=True)
     config.require("attn_rotary_emb", position.dim)
     layer = read_layer(config, position=position)

@@ -70,6 +70,7 @@ def scale_layer(config: ConfigReader, layer: LayerSpec) -> LayerSpec:
 
 
 def read_falcon_h1(config: ConfigReader) -> ModelSpec:
+    config.require("hidden_act", "silu")
     layer = replace(scale_layer(config, read_layer(config)), recurrent=read_mixer(config))
     return read_model(
         config,

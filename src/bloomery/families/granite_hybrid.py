@@ -44,6 +44,7 @@ def read_hybrid_mlp(config: ConfigReader) -> MlpSpec | MoeSpec:
 
 
 def read_granite_hybrid(config: ConfigReader) -> ModelSpec:
+    config.require("hidden_act", "silu")
     rope = read_rope(config, config.head_dim())
     position = rope if config.choice("position_embedding_type", HAS_ROPE, "nope") else None
     layer = replace(read_scaled_layer(config, position=position), mlp=read_hybrid_mlp(config))

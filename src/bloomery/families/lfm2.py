@@ -1,6 +1,4 @@
-"""LFM2: gated short convolutions in most layers, attention with norms on q and k in the others.
-LFM2-MoE: experts behind a sigmoid router with a correction bias, but for the first layers.
-"""
+"""LFM2: gated short convolutions in most layers, attention with normed q and k in the others."""
 
 from __future__ import annotations
 
@@ -8,10 +6,9 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
-from bloomery.families.moe import put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import put_recurrent
-from bloomery.spec import LayerSpec, ModelSpec, NormSpec, RouterSpec, ShortConvSpec, SplitTensors
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec, ShortConvSpec, SplitTensors
 
 LFM2_NAMES = replace(
     NAMES,
@@ -27,27 +24,17 @@ LFM2_NAMES = replace(
         "mlp_norm": "ffn_norm",
         "q_norm": "self_attn.q_layernorm",
         "k_norm": "self_attn.k_layernorm",
-        "router": "feed_forward.gate",
-        "correction_bias": "feed_forward.expert_bias",
     },
-    experts="feed_forward.experts.{e}.",
-    expert_up=SplitTensors(("w1", "w3")),
-    expert_down="w2",
 )
 LFM2 = (
     DEFAULTS
     | defaults(vocab=65536, hidden=2560, mlp=12288, kv_heads=8, context=128000, tied=True)
     | defaults(norm_eps=1e-5, rope_theta=1e6, conv_L_cache=3)
 )
-LFM2_MOE = (
-    LFM2
-    | defaults(hidden=2048, mlp=7168, num_experts=32, num_experts_per_tok=4)
-    | defaults(moe_intermediate_size=1792, num_dense_layers=2)
-)
 IS_CONV = {"conv": True, "full_attention": False}
 
 
-def read_layers(config: ConfigReader) -> list[LayerSpec]:
+def read_conv_layers(config: ConfigReader) -> list[LayerSpec]:
     hidden = config.size("hidden_size")
     norm = NormSpec("rms", config.number("norm_eps"))
     attention = read_attention(config, qk_norm=norm)
@@ -68,7 +55,7 @@ def read_mlp_size(config: ConfigReader) -> int:
     return -(-int(factor * (2 * size // 3)) // multiple) * multiple
 
 
-def build_model(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
+def build_lfm2(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
     tied = config.flag("tie_embedding", config.flag("tie_word_embeddings"))
     norm = NormSpec("rms", config.number("norm_eps"))
     return read_model(config, layers, final_norm=norm, tied=tied)
@@ -76,25 +63,7 @@ def build_model(config: ConfigReader, layers: list[LayerSpec]) -> ModelSpec:
 
 def read_lfm2(config: ConfigReader) -> ModelSpec:
     mlp = replace(read_mlp(config), size=read_mlp_size(config))
-    return build_model(config, [replace(layer, mlp=mlp) for layer in read_layers(config)])
+    return build_lfm2(config, [replace(layer, mlp=mlp) for layer in read_conv_layers(config)])
 
 
-def read_lfm2_moe(config: ConfigReader) -> ModelSpec:
-    router = RouterSpec(
-        score="sigmoid",
-        correction_bias=config.flag("use_expert_bias", True),
-        normalize=config.flag("norm_topk_prob", True),
-        min_normalizer=1e-6,
-        scale=config.number("routed_scaling_factor", 1.0),
-    )
-    first_moe = config.integer("num_dense_layers")
-    layers = put_experts(
-        read_layers(config), read_experts(config, router), lambda i: i >= first_moe
-    )
-    return build_model(config, layers)
-
-
-FAMILIES = {
-    "lfm2": ModelFamily(read_lfm2, LFM2_NAMES, LFM2),
-    "lfm2_moe": ModelFamily(read_lfm2_moe, LFM2_NAMES, LFM2_MOE),
-}
+FAMILIES = {"lfm2": ModelFamily(read_lfm2, LFM2_NAMES, LFM2)}

@@ -10,7 +10,7 @@ from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
 from bloomery.families.moe import read_grouped_router
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.recurrent import MTP, mamba_names, read_dt_limit
+from bloomery.families.recurrent import MTP, mamba_names, read_mamba2
 from bloomery.spec import LayerSpec, Mamba2Spec, MlpSpec, ModelSpec, MoeSpec, NormSpec, SplitTensors
 
 NEMOTRON_H_NAMES = mamba_names(
@@ -44,8 +44,8 @@ NEMOTRON_H_NAMES = mamba_names(
 NEMOTRON_H = (
     DEFAULTS
     | defaults(vocab=131072, mlp=21504, kv_heads=8, head_dim=128, context=4096)
-    | defaults(layer_norm_epsilon=1e-5, mlp_hidden_act="relu2", mamba_num_heads=128)
-    | defaults(mamba_head_dim=64, ssm_state_size=128, n_groups=8, conv_kernel=4, num_experts=8)
+    | defaults(layer_norm_epsilon=1e-5, mlp_hidden_act="relu2", mamba_n_heads=128)
+    | defaults(mamba_d_head=64, mamba_d_state=128, mamba_n_groups=8, mamba_d_conv=4, num_experts=8)
     | defaults(num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=7688)
     | defaults(moe_shared_expert_intermediate_size=7688)
 )
@@ -82,21 +82,9 @@ def read_blocks(config: ConfigReader) -> list[str]:
 
 def read_mixer(config: ConfigReader, norm: NormSpec) -> Mamba2Spec:
     config.require("mamba_hidden_act", "silu")
-    num_groups = config.size("n_groups")
     bias = config.flag("use_bias", False)
-    return Mamba2Spec(
-        config.size("mamba_num_heads"),
-        config.size("mamba_head_dim"),
-        config.size("ssm_state_size"),
-        num_groups,
-        config.size("conv_kernel"),
-        config.flag("use_conv_bias", True),
-        in_bias=bias,
-        out_bias=bias,
-        norm=norm,
-        norm_groups=num_groups,
-        dt_limit=read_dt_limit(config),
-    )
+    inner = config.size("mamba_n_heads") * config.size("mamba_d_head")
+    return read_mamba2(config, inner, norm=norm, in_bias=bias, out_bias=bias)
 
 
 def read_ungated_mlp(config: ConfigReader, size_key: str) -> MlpSpec:

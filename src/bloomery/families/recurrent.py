@@ -49,6 +49,23 @@ def mamba_names(names: TensorNames, prefix: str = "mamba") -> TensorNames:
     )
 
 
+def delta_net_names(names: TensorNames, recurrent_in: SplitTensors) -> TensorNames:
+    """Add the tensors of a gated delta net, and ignore layers for multi-token prediction."""
+    return replace(
+        names,
+        recurrent_in=recurrent_in,
+        recurrent_out="linear_attn.out_proj",
+        recurrent_conv="linear_attn.conv1d",
+        extra={
+            **names.extra,
+            "recurrent_norm": "linear_attn.norm",
+            "A_log": "linear_attn.A_log",
+            "dt_bias": "linear_attn.dt_bias",
+        },
+        ignored=(*names.ignored, *MTP),
+    )
+
+
 # A Llama with Mamba-2 in some layers, and other names of the MLP and of the norms.
 MAMBA_NAMES = mamba_names(
     replace(
@@ -83,7 +100,6 @@ def read_mamba2(config: ConfigReader, inner: int | None = None, **changes: Any) 
     """
     if inner is None:
         inner = config.size("mamba_expand") * config.size("hidden_size")
-    config.require("hidden_act", "silu")
     num_heads = config.size("mamba_n_heads")
     head_dim = inner // num_heads
     if config.get("mamba_d_head", "auto") != "auto":
@@ -119,10 +135,8 @@ def read_dt_limit(config: ConfigReader) -> tuple[float, float]:
     return float(limits[0]), float(limits[1])
 
 
-def read_delta_net(config: ConfigReader, **changes: Any) -> GatedDeltaNetSpec:
-    """Read a gated delta net; keywords replace what a family does differently."""
-    config.require("hidden_act", "silu")
-    mixer = GatedDeltaNetSpec(
+def read_delta_net(config: ConfigReader) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
         config.size("linear_num_key_heads"),
         config.size("linear_num_value_heads"),
         config.size("linear_key_head_dim"),
@@ -130,4 +144,3 @@ def read_delta_net(config: ConfigReader, **changes: Any) -> GatedDeltaNetSpec:
         config.size("linear_conv_kernel_dim"),
         norm=NormSpec("rms", config.number("rms_norm_eps")),
     )
-    return replace(mixer, **changes)
