@@ -9,10 +9,14 @@ import torch
 
 from bloomery.kernels.gated_delta_net import gated_delta_net_reference, gated_delta_net_triton
 from bloomery.kernels.launch import triton_interpreted
-from bloomery.kernels.state_cache import view_states
-from bloomery.spec import GatedDeltaNetSpec, state_parts
+from bloomery.kernels.mamba import selective_scan_reference, selective_scan_triton
+from bloomery.kernels.mamba2 import gate_mamba2_reference, mamba2_reference, mamba2_triton
+from bloomery.kernels.mamba2_kernels import gate_mamba2_triton
+from bloomery.kernels.short_conv import short_conv_reference, short_conv_triton
+from bloomery.kernels.state_cache import StateView, view_states
+from bloomery.spec import GatedDeltaNetSpec, Mamba2Spec, ShortConvSpec, StatePart, state_parts
 from tests.kernels.oracles import ERROR_LIMITS, relative_error, run_in_poisoned_memory
-from tests.kernels.recurrent_cases import RecurrentCase, RunMixer, make_case
+from tests.kernels.recurrent_cases import RecurrentCase, RunMixer, make_case, make_metadata
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreted(), reason="kernels run on the CPU only under TRITON_INTERPRET=1"
@@ -47,3 +51,62 @@ def test_gated_delta_net(step: str, tiled: bool) -> None:
     spec = GatedDeltaNetSpec(2, 4, 16, 24, beta_scale=2.0, tiled_heads=tiled)
     case = make_case(spec, *STEPS[step])
     assert_matches(case, gated_delta_net_triton, gated_delta_net_reference)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_mamba2(step: str, is_scaled: bool) -> None:
+    torch.manual_seed(0)
+    spec = Mamba2Spec(4, 24, 16, num_groups=2)
+    if is_scaled:
+        spec = Mamba2Spec(
+            2, 16, 20, conv_bias=False, dt_limit=(0.02, 0.3), part_scales=(1.0, 2.0, 0.5, 0.25, 2.0)
+        )
+    case = make_case(spec, *STEPS[step])
+    assert_matches(case, mamba2_triton, mamba2_reference)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Mamba2Spec(4, 6, 8, norm_groups=2, part_scales=(0.5, 1.0, 1.0, 1.0, 1.0)),
+        Mamba2Spec(4, 6, 8, gate_after_norm=True),
+        Mamba2Spec(4, 6, 8, norm=None),
+    ],
+)
+def test_gate_of_mamba2(spec: Mamba2Spec) -> None:
+    torch.manual_seed(0)
+    projected = torch.randn(3, 40)
+    y = torch.randn(3, 24)
+    weight = None if spec.norm is None else torch.rand(24)
+    expected = gate_mamba2_reference(y, projected[:, :24], spec, weight)
+    result = run_in_poisoned_memory(lambda: gate_mamba2_triton(y, projected, spec, weight))
+    assert relative_error(result, expected) < ERROR_LIMITS[torch.float32]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_short_conv(step: str) -> None:
+    torch.manual_seed(0)
+    case = make_case(ShortConvSpec(150, bias=True), *STEPS[step])
+    assert_matches(case, short_conv_triton, short_conv_reference)
+
+
+def test_selective_scan() -> None:
+    torch.manual_seed(0)
+    inner, size = 40, 6
+    query_lens, seq_lens = STEPS["mixed"]
+    tokens = sum(query_lens)
+    part = StatePart(inner, size)
+    blocks = torch.randperm(4 * 10)[: 4 * 8].view(4, 8)
+    memory = torch.randn(40, 5 * size + 2)
+    metadata = make_metadata(query_lens, seq_lens, blocks)
+    x, gate = torch.randn(tokens, 2 * inner).chunk(2, -1)
+    dt = torch.rand(tokens, inner)
+    b, c = torch.randn(2, tokens, size)
+    inputs = (x.contiguous(), dt, b, c, gate, -torch.rand(inner, size), torch.randn(inner))
+    results = []
+    for scan in (selective_scan_triton, selective_scan_reference):
+        view = StateView(memory.clone(), blocks, part)
+        results.append((scan(*inputs, view, metadata), view.read()))
+    for result, expected in zip(*results, strict=True):
+        assert relative_error(result, expected) < ERROR_LIMITS[torch.float32]

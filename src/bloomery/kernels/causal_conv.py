@@ -6,6 +6,7 @@ state has the last `width` inputs, that of position p in column p % width (spec.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from bloomery.kernels.launch import (
     next_power_of_2,
     pdl_options,
     tl,
+    use_triton,
     wait_for_previous,
 )
 from bloomery.kernels.state_cache import (
@@ -67,6 +69,26 @@ def causal_conv_reference(
 
 def apply_silu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    view: StateView,
+    metadata: RecurrentMetadata,
+) -> torch.Tensor:
+    """Convolve x [tokens, channels], which may be columns of a projection, and apply silu."""
+    if not use_triton(x):
+        convolved = causal_conv_reference(x, weight, bias, view, metadata)
+        return apply_silu(convolved).to(x.dtype)
+    heads = ConvHeads(0, -(-len(weight) // CONV_TILE), 0, CONV_TILE)
+    # Chunks may have one position, so the decodes need no kernel of their own.
+    chunks = replace(metadata, num_decodes=0)
+    return conv_prefills_triton(ConvInput(x, 0), weight, bias, heads, view, chunks)
+
+
+CONV_TILE = 128  # channels of one program, where they are not in heads
 
 
 class ConvHeads(NamedTuple):
@@ -223,8 +245,8 @@ def conv_prefill_kernel(
     end = tl.load(query_start_loc + sequence + 1)
     start = tl.load(seq_lens + sequence) - (end - begin)  # position of the first new token
     offset = tl.arange(0, BLOCK)
-    used = offset < size
     channel = first_channel + offset
+    used = (offset < size) & (channel < channels)
     state_row = load_state_rows(
         state_blocks + sequence[:, None] * blocks_stride,
         channel[None, :],

@@ -13,7 +13,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from bloomery.kernels.causal_conv import apply_silu, causal_conv_reference
+from bloomery.kernels.causal_conv import (
+    ConvHeads,
+    ConvInput,
+    apply_silu,
+    causal_conv_reference,
+    conv_prefills_triton,
+)
+from bloomery.kernels.launch import use_triton
+from bloomery.kernels.mamba2_kernels import (
+    decode_mamba2_triton,
+    gate_mamba2_triton,
+    prefill_mamba2_triton,
+)
 from bloomery.kernels.state_cache import (
     LayerStates,
     iterate_positions,
@@ -40,7 +52,35 @@ def mamba2(
     projected: torch.Tensor, spec: Mamba2Spec, weights: Mamba2Weights, states: LayerStates
 ) -> torch.Tensor:
     """projected [tokens, gate | x | B | C | dt] -> [tokens, heads * head dim], without the gate."""
+    if use_triton(projected):
+        return mamba2_triton(projected, spec, weights, states)
     return mamba2_reference(projected, spec, weights, states)
+
+
+def mamba2_triton(
+    projected: torch.Tensor, spec: Mamba2Spec, weights: Mamba2Weights, states: LayerStates
+) -> torch.Tensor:
+    """One kernel for the decodes, three for the prefill chunks."""
+    metadata = states.metadata
+    conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    inner = spec.num_heads * spec.head_dim
+    vectors = (weights.decay, weights.dt_bias, weights.skip)
+    conv = (weights.conv, weights.conv_bias)
+    out = projected.new_empty(len(projected), inner)
+    if metadata.num_decodes:
+        views = (conv_view, scan_view)
+        decode_mamba2_triton(projected, spec, *conv, weights.factors, vectors, views, metadata, out)
+    if metadata.num_decodes < len(metadata.seq_lens):
+        heads = ConvHeads(
+            num_narrow=spec.num_heads,
+            num_wide=2 * spec.num_groups,
+            narrow=spec.head_dim,
+            wide=spec.state_size,
+        )
+        source = ConvInput(projected, inner, weights.factors)
+        convolved = conv_prefills_triton(source, *conv, heads, conv_view, metadata)
+        prefill_mamba2_triton(projected, convolved, spec, vectors, scan_view, metadata, out)
+    return out
 
 
 def mamba2_reference(
@@ -73,6 +113,15 @@ def mamba2_reference(
     write_states(scan_view, metadata, scans.flatten(1, 2))
     out = out + x * weights.skip[:, None]
     return out.flatten(1).to(projected.dtype)
+
+
+def gate_mamba2(
+    y: torch.Tensor, projected: torch.Tensor, spec: Mamba2Spec, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """Gate and norm y [tokens, inner]; the gate is the first columns of projected."""
+    if use_triton(y):
+        return gate_mamba2_triton(y, projected, spec, weight)
+    return gate_mamba2_reference(y, projected[:, : y.shape[1]], spec, weight)
 
 
 def gate_mamba2_reference(

@@ -6,9 +6,26 @@ from dataclasses import dataclass
 
 import torch
 
-from bloomery.kernels.causal_conv import causal_conv_reference
+from bloomery.kernels.causal_conv import (
+    ConvHeads,
+    ConvInput,
+    causal_conv_reference,
+    conv_decode_input,
+    conv_prefills_triton,
+)
+from bloomery.kernels.launch import (
+    jit,
+    launch_dependents,
+    next_power_of_2,
+    pdl_options,
+    tl,
+    use_triton,
+    wait_for_previous,
+)
 from bloomery.kernels.state_cache import LayerStates, view_states
 from bloomery.spec import ShortConvSpec, state_parts
+
+CHANNELS = 128  # of one program
 
 
 @dataclass(frozen=True)
@@ -23,7 +40,101 @@ def short_conv(
     projected: torch.Tensor, spec: ShortConvSpec, weights: ShortConvWeights, states: LayerStates
 ) -> torch.Tensor:
     """projected [tokens, B | C | x] -> [tokens, size]."""
+    if use_triton(projected):
+        return short_conv_triton(projected, spec, weights, states)
     return short_conv_reference(projected, spec, weights, states)
+
+
+def short_conv_triton(
+    projected: torch.Tensor, spec: ShortConvSpec, weights: ShortConvWeights, states: LayerStates
+) -> torch.Tensor:
+    """One kernel for the decodes; prefill chunks use the convolution of the other mixers."""
+    metadata = states.metadata
+    (view,) = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    if metadata.num_decodes < len(metadata.seq_lens):
+        b, c, x = projected.chunk(3, -1)
+        heads = ConvHeads(0, -(-spec.size // CHANNELS), 0, CHANNELS)
+        source = ConvInput(b * x, 0)
+        convolved = conv_prefills_triton(
+            source, weights.conv, weights.conv_bias, heads, view, metadata, silu=False
+        )
+        out = c * convolved
+    else:
+        out = projected.new_empty(len(projected), spec.size)
+    if metadata.num_decodes:
+        decode_short_conv_kernel[(metadata.num_decodes, -(-spec.size // CHANNELS))](
+            projected,
+            weights.conv,
+            weights.conv_bias,
+            view.memory,
+            view.blocks,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            out,
+            view.memory.stride(0),
+            view.blocks.stride(0),
+            SIZE=spec.size,
+            WIDTH=spec.conv_width,
+            CONV_ROWS=view.rows_per_block,
+            CHANNELS=CHANNELS,
+            COLUMNS=next_power_of_2(spec.conv_width),
+            num_warps=4,
+            **pdl_options(projected.device),
+        )
+    return out
+
+
+@jit
+def decode_short_conv_kernel(
+    projected,  # [tokens, B | C | x]
+    conv,  # [SIZE, WIDTH]
+    conv_bias,  # [SIZE] or None
+    memory,
+    state_blocks,
+    query_start_loc,
+    seq_lens,
+    out,  # [tokens, SIZE]
+    block_stride,
+    blocks_stride,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CONV_ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program computes some channels of one sequence."""
+    launch_dependents(PDL)
+    wait_for_previous(PDL)
+    sequence = tl.program_id(0)
+    token = tl.load(query_start_loc + sequence)
+    has_token = tl.load(query_start_loc + sequence + 1) > token
+    position = tl.load(seq_lens + sequence) - 1
+    if has_token & (position >= 0):
+        channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+        used = channel < SIZE
+        row = projected + token.to(tl.int64) * (3 * SIZE) + channel
+        b = tl.load(row, mask=used, other=0.0).to(tl.float32)
+        c = tl.load(row + SIZE, mask=used, other=0.0).to(tl.float32)
+        x = tl.load(row + 2 * SIZE, mask=used, other=0.0).to(tl.float32)
+        y = conv_decode_input(
+            b * x,
+            conv,
+            memory,
+            state_blocks + sequence * blocks_stride,
+            channel,
+            used,
+            position,
+            block_stride,
+            WIDTH,
+            COLUMNS,
+            CONV_ROWS,
+            CHANNELS,
+        )
+        if conv_bias is not None:
+            y += tl.load(conv_bias + channel, mask=used, other=0.0)
+        result = out + token.to(tl.int64) * SIZE + channel
+        tl.store(result, (c * y).to(out.dtype.element_ty), mask=used)
 
 
 def short_conv_reference(

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.fusion import NormPrologue
-from bloomery.kernels.causal_conv import apply_silu, causal_conv_reference
+from bloomery.kernels.causal_conv import apply_silu, causal_conv
 from bloomery.kernels.gated_delta_net import DeltaNetWeights, gated_delta_net
-from bloomery.kernels.mamba import selective_scan_reference
-from bloomery.kernels.mamba2 import Mamba2Weights, gate_mamba2_reference, mamba2
+from bloomery.kernels.mamba import selective_scan
+from bloomery.kernels.mamba2 import Mamba2Weights, gate_mamba2, gate_mamba2_reference, mamba2
 from bloomery.kernels.short_conv import ShortConvWeights, short_conv
 from bloomery.kernels.state_cache import LayerStates, count_part_blocks, view_states
 from bloomery.layers.linear import AddResidual, LinearLayer, ResidualStream, apply_norm
@@ -116,10 +116,10 @@ class Mamba2Mixer:
             y = mamba2(projected, self.spec, self.weights, states)
         elif self.pool is not None and self.group is None:
             return recurrent_ops.gate_norm(self.pool, y, projected, self.spec, self.norm_weight)
+        if self.group is None:
+            return gate_mamba2(y, projected, self.spec, self.norm_weight)
         gate = projected[:, : y.shape[1]]
-        mean_square = None
-        if self.group is not None:
-            mean_square = self._mean_square(y, gate, self.group)
+        mean_square = self._mean_square(y, gate, self.group)
         return gate_mamba2_reference(y, gate, self.spec, self.norm_weight, mean_square)
 
     def _scan_natively(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor | None:
@@ -188,15 +188,14 @@ class MambaMixer:
         metadata = states.metadata
         conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
         x, gate = projected.chunk(2, -1)
-        convolved = causal_conv_reference(x, self.conv, self.conv_bias, conv_view, metadata)
-        x = apply_silu(convolved).to(projected.dtype)
+        x = causal_conv(x, self.conv, self.conv_bias, conv_view, metadata)
         sizes = (spec.dt_rank, spec.state_size, spec.state_size)
         dt, b, c = (
             apply_norm(part.contiguous(), norm, self.pool)
             for part, norm in zip(self.project_x(x).split(sizes, -1), self.norms, strict=True)
         )
         dt = F.softplus(self.project_dt(dt).float())
-        y = selective_scan_reference(x, dt, b, c, gate, self.decay, self.skip, scan_view, metadata)
+        y = selective_scan(x, dt, b, c, gate, self.decay, self.skip, scan_view, metadata)
         return y.to(projected.dtype)
 
 
