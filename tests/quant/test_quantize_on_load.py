@@ -26,7 +26,8 @@ from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import decoder_logits
 from tests.quant.formats import CPU, open_matrix
 
-# Fused and grouped QKV, transposed weights, a gated MLP, experts, experts with a shared one.
+# Fused and grouped QKV, transposed weights, a gated MLP, experts, experts with a shared one, delta
+# nets.
 FAMILIES = (
     "bloom",
     "gpt2",
@@ -37,6 +38,7 @@ FAMILIES = (
     "gpt_bigcode-mqa",
     "phi3",
     "gemma2",
+    "qwen3_next",
 )
 PROMPT = [5, 17, 80, 41, 3, 99, 23, 8, 64, 12]
 
