@@ -135,7 +135,9 @@ def packed_experts_gemv(
     up_routing = ExpertRouting(topk_ids, num_experts, topk_weights if weights_input else None)
     down_routing = ExpertRouting(topk_ids, num_experts)
     up_tiling, down_tiling = tilings
-    h = packed_gemv_triton(x, up, up_bias, fusion.prologue, activation, up_tiling, up_routing)
+    # Every program would recompute a fused norm, and each of them reads a few rows only.
+    x, fusion = fusion.apply_prologue(x)
+    h = packed_gemv_triton(x, up, up_bias, None, activation, up_tiling, up_routing)
     y = packed_gemv_triton(h, down, down_bias, None, None, down_tiling, down_routing)
     output_weights = None if weights_input else topk_weights
     return sum_expert_outputs(y, topk_ids, output_weights, num_experts, x, fusion)
