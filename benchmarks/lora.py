@@ -26,7 +26,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,12 @@ RANK = 16
 NUM_ADAPTERS = 16  # mixed in one step
 CONTEXT = 128  # tokens of each prompt
 STEPS = 96  # timed steps
+# Name, inputs, outputs, gated.
+FUSED_LAYERS = (
+    ("o", 4096, 4096, False),
+    ("gate | up", 4096, 28672, True),
+    ("down", 14336, 4096, False),
+)
 REPEAT = 3
 
 
@@ -278,8 +284,69 @@ def check_kernels() -> None:
                     raise SystemExit(f"{name}: the kernels differ from their references")
 
 
-def time_kernel(work: Any) -> float:
-    """Microseconds of a launch within a CUDA graph of a hundred."""
+def run_fused(counters: Iterator[Any], lora: Any, arguments: tuple[Any, ...]) -> object:
+    """Run the GEMV with an adapter and the next counter."""
+    from bloomery.kernels.gemv import gemv_triton
+
+    return gemv_triton(*arguments, lora=lora._replace(counter=next(counters)))
+
+
+def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> None:
+    """Compare the GEMV that has an adapter in it with its reference, and time both kinds."""
+    import torch
+
+    from bloomery.fusion import ActivationEpilogue, NormPrologue
+    from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
+    from bloomery.kernels.lora import (
+        FUSED_SHRINKS,
+        FusedLora,
+        LoraMatrices,
+        LoraRows,
+        lora_expand_reference,
+        lora_shrink_reference,
+    )
+
+    device = torch.device("cuda")
+    for name, inputs, outputs, gated in layers:
+        width = 2 * RANK if gated else RANK
+        a = (torch.randn(2, 1, width, inputs, device=device) / inputs**0.5).bfloat16()
+        b = torch.randn(2, 1, outputs, RANK, device=device).bfloat16()
+        bias = torch.randn(2, outputs, device=device).bfloat16()
+        half = outputs // 2 if gated else outputs
+        parts = (torch.arange(outputs, device=device) // half).int()
+        matrices = LoraMatrices(a, b, parts, bias)
+        weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).bfloat16()
+        x = torch.randn(1, inputs, device=device).bfloat16()
+        norm = NormPrologue("rms", torch.rand(inputs, device=device) + 0.5, None, 1e-5)
+        epilogue = ActivationEpilogue("silu", True) if gated else None
+        counters = torch.zeros(201, dtype=torch.int32, device=device)
+        workspace = torch.zeros((FUSED_SHRINKS + 1) * width, device=device)
+        slots = torch.ones(1, dtype=torch.int32, device=device)
+        rows = LoraRows(slots)
+        normed = fused_linear_reference(x, torch.eye(inputs, device=device).bfloat16(), None, norm)
+        added = torch.zeros(1, outputs, device=device)
+        lora_expand_reference(lora_shrink_reference(normed, matrices, rows), matrices, rows, added)
+        expected = fused_linear_reference(x.float(), weight.float(), added[0], norm, epilogue)
+        lora = FusedLora(matrices, slots, counters[200:], workspace)
+        actual = gemv_triton(x, weight, None, norm, epilogue, lora=lora)
+        error = (actual.float() - expected.float()).abs().max() / expected.abs().max()
+        used = iter(counters[:200].split(1))
+
+        row = {
+            "layer": name,
+            "fused_error": round(float(error), 5),
+            "base_us": time_kernel(partial(gemv_triton, x, weight, None, norm, epilogue)),
+            "adapted_us": time_kernel(
+                partial(run_fused, used, lora, (x, weight, None, norm, epilogue)), counters.zero_
+            ),
+        }
+        print(json.dumps(row), flush=True)
+        if error > 0.02:
+            raise SystemExit(f"{name}: the fused kernel differs from its reference")
+
+
+def time_kernel(work: Any, prepare: Any = None) -> float:
+    """Microseconds of a launch within a CUDA graph of a hundred; `prepare` runs before each."""
     import torch
 
     work()
@@ -288,7 +355,11 @@ def time_kernel(work: Any) -> float:
     with torch.cuda.graph(graph):
         for _ in range(100):
             work()
+    if prepare is not None:
+        prepare()
     graph.replay()
+    if prepare is not None:
+        prepare()
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()
@@ -310,6 +381,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "check":
         check_kernels()
+        check_fused()
         return
     work = Path(tempfile.mkdtemp())
     adapter = write_adapter(args.shape, work / "adapter")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bloomery.fusion import ActivationEpilogue, NormPrologue, ResidualEpilogue
+from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
 from bloomery.kernels.lora import (
+    FUSED_SHRINKS,
+    FusedLora,
     LoraMatrices,
     LoraRows,
     lora_bias,
@@ -16,6 +20,7 @@ from bloomery.kernels.lora import (
     lora_shrink_reference,
     lora_shrink_triton,
 )
+from bloomery.kernels.norm import rms_norm_reference
 
 SLOTS = 3
 # Rows, inputs, outputs of each part, rank, experts per token of how many (0: no experts), dtype.
@@ -106,3 +111,38 @@ def test_lookups_equal_reference(is_partial: bool) -> None:
         lookup(token_ids, tables, slots, 4, out, active)
         results.append(out)
     assert torch.equal(*results)
+
+
+EPILOGUES = {
+    "plain": (None, 48),
+    "residual": (ResidualEpilogue(torch.randn(1, 48), 0.5), 48),
+    "gated": (ActivationEpilogue("silu", True), 48),
+}
+
+
+@pytest.mark.parametrize("kind", EPILOGUES)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("slot", [-1, 1])
+def test_an_adapter_fused_with_the_product_equals_reference(
+    kind: str, has_norm: bool, slot: int
+) -> None:
+    """The interpreter runs programs in order, so the shrunk row is there when it is needed."""
+    epilogue, outputs = EPILOGUES[kind]
+    inputs = 5000 if kind == "plain" else 264
+    parts = (outputs // 2, outputs // 2)
+    matrices = make_matrices(inputs, parts, 8, 1, torch.float32)
+    x = torch.randn(1, inputs)
+    weight = torch.randn(outputs, inputs) / inputs**0.5
+    bias = torch.randn(outputs)
+    norm = NormPrologue("rms", torch.rand(inputs) + 0.5, None, 1e-5) if has_norm else None
+    rows = LoraRows(torch.tensor([slot], dtype=torch.int32))
+    normed = x if norm is None else rms_norm_reference(x, norm.weight, norm.eps)
+    added = torch.zeros(1, outputs)
+    lora_expand_reference(lora_shrink_reference(normed, matrices, rows), matrices, rows, added)
+    expected = fused_linear_reference(x, weight, bias + added[0], norm, epilogue)
+    workspace = torch.full(((FUSED_SHRINKS + 1) * 16,), float("nan"))
+    counter = torch.zeros(1, dtype=torch.int32)
+    lora = FusedLora(matrices, rows.slots, counter, workspace)
+    actual = gemv_triton(x, weight, bias, norm, epilogue, lora=lora)
+    check_close(actual, expected, torch.float32)
+    assert int(counter) == FUSED_SHRINKS + 1

@@ -51,6 +51,13 @@ from bloomery.kernels.launch import (
     use_triton,
     wait_for_previous,
 )
+from bloomery.kernels.lora import (
+    FUSED_SHRINKS,
+    FusedLora,
+    expand_fused,
+    shrink_fused,
+    wait_for_shrink,
+)
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
 
@@ -221,12 +228,15 @@ def gemv_triton(
     tiling: GemvTiling | None = None,
     routing: ExpertRouting | None = None,
     norm_shift: torch.Tensor | None = None,
+    lora: FusedLora | None = None,
 ) -> torch.Tensor:
     """Run the kernel. `norm_shift` is the result of `precompute_norm_shift`, if the caller has it.
 
     With `routing`, weight is [experts, out, in] and bias is [experts, out]. Row i of the result
     multiplies the weights of the i-th expert of `routing` by row i of x, or by the row of its token
     where x has one row per token. The epilogue must then be an activation or None.
+
+    `lora` is the adapter of the only token. The norm must then be an RMS norm.
     """
     x = x.contiguous()
     num_tokens, columns = x.shape
@@ -250,11 +260,13 @@ def gemv_triton(
         norm_shift = precompute_norm_shift(weight, norm)
     optional = (expert_ids, input_weights, bias, norm.weight, norm_shift)
     args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
-    grid = (-(-num_outputs // tiling.outputs), num_results if num_experts else 1)
+    shrinks = 0 if lora is None else FUSED_SHRINKS
+    grid = (shrinks + -(-num_outputs // tiling.outputs), num_results if num_experts else 1)
     gemv_kernel[grid](
         x,
         weight,
         *(x if tensor is None else tensor for tensor in optional),
+        *lora_arguments(lora, x),
         *args.tensors,
         norm.eps,
         *args.numbers,
@@ -274,10 +286,46 @@ def gemv_triton(
         VECTOR=16 // weight.element_size(),
         BLOCK_OUT=tiling.outputs,
         BLOCK_K=tiling.block_k,
+        **lora_constants(lora),
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )
     return args.out
+
+
+def lora_arguments(lora: FusedLora | None, x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    """Return A, B, parts, bias, slots, counter, workspace, and strides between slots."""
+    if lora is None:
+        return (x, x, x, x, x, x, x, 0, 0, 0)
+    a, b, parts, bias = lora.matrices
+    assert bias is not None
+    return (
+        a,
+        b,
+        parts,
+        bias,
+        lora.slots,
+        lora.counter,
+        lora.workspace,
+        a.stride(0),
+        b.stride(0),
+        bias.stride(0),
+    )
+
+
+def lora_constants(lora: FusedLora | None) -> dict[str, int]:
+    """Return the sizes of an adapter that is fused; the number of shrinks is 0 without one."""
+    if lora is None:
+        return {"SHRINKS": 0, "LORA_WIDTH": 1, "LORA_WIDTH_POW2": 1, "RANK": 1, "RANK_POW2": 1}
+    width = lora.matrices.a.shape[2]
+    rank = lora.matrices.b.shape[3]
+    return {
+        "SHRINKS": FUSED_SHRINKS,
+        "LORA_WIDTH": width,
+        "LORA_WIDTH_POW2": next_power_of_2(width),
+        "RANK": rank,
+        "RANK_POW2": next_power_of_2(rank),
+    }
 
 
 def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Tensor:
@@ -374,6 +422,16 @@ def gemv_kernel(
     bias,  # [ROWS], or [experts, ROWS]
     norm_weight,  # [COLUMNS]
     norm_shift,  # [2, ROWS]
+    lora_a,  # [slots, LORA_WIDTH, COLUMNS]
+    lora_b,  # [slots, ROWS, RANK]
+    lora_parts,  # [ROWS]
+    lora_bias,  # [slots, ROWS]
+    lora_slots,  # [1]
+    lora_counter,
+    lora_workspace,
+    lora_a_stride,
+    lora_b_stride,
+    lora_bias_stride,
     residual_or_cache,
     slot_mapping,
     positions,
@@ -411,6 +469,11 @@ def gemv_kernel(
     VECTOR: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SHRINKS: tl.constexpr,
+    LORA_WIDTH: tl.constexpr,
+    LORA_WIDTH_POW2: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_POW2: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute BLOCK_OUT outputs of all tokens.
@@ -422,8 +485,29 @@ def gemv_kernel(
     the sums. With mean m and deviation d of x, W @ ((x - m) / d * w + b) equals
     (W @ (x * w) - m * (W @ w)) / d + W @ b, and norm_shift holds W @ w and W @ b. Float32 has
     enough digits for the difference unless the mean is hundreds of deviations.
+
+    With an adapter the first SHRINKS programs compute its shrunk row.
     """
     launch_dependents(PDL)
+    if SHRINKS > 0:  # noqa: SIM102 (one condition is constant)
+        if tl.program_id(0) < SHRINKS:
+            shrink_fused(
+                x,
+                norm_weight,
+                lora_a,
+                lora_slots,
+                lora_counter,
+                lora_workspace,
+                lora_a_stride,
+                COLUMNS,
+                LORA_WIDTH,
+                LORA_WIDTH_POW2,
+                SHRINKS,
+                128,
+                HAS_NORM_WEIGHT,
+                PDL,
+            )
+            return
     if NUM_EXPERTS > 0:
         wait_for_previous(PDL)  # the router of this step writes expert_ids
         result = tl.program_id(1).to(tl.int64)
@@ -433,7 +517,7 @@ def gemv_kernel(
         bias += expert * ROWS
         x += result // TOP_K * COLUMNS
         out += result * NUM_OUTPUTS
-    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    output = (tl.program_id(0) - SHRINKS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     first_row, second_row = weight_rows(
         tl.minimum(output, NUM_OUTPUTS - 1), NUM_OUTPUTS, HEAD_DIM, ROPE_DIM, INTERLEAVED, EPILOGUE
     )
@@ -473,6 +557,41 @@ def gemv_kernel(
             y_pair += sum_within_thread(second * v, TOKENS_POW2, BLOCK_OUT, BLOCK_K, VECTOR)
     y = tl.sum(y, 2)
     y_pair = tl.sum(y_pair, 2)
+    first_bias = tl.zeros([BLOCK_OUT], tl.float32)
+    second_bias = first_bias
+    if SHRINKS > 0:
+        wait_for_shrink(lora_counter, SHRINKS)
+        first_part, first_bias = expand_fused(
+            first_row,
+            lora_b,
+            lora_parts,
+            lora_bias,
+            lora_slots,
+            lora_workspace,
+            lora_b_stride,
+            lora_bias_stride,
+            LORA_WIDTH,
+            RANK,
+            RANK_POW2,
+            SHRINKS,
+        )
+        y += first_part[None, :]
+        if PAIRED:
+            second_part, second_bias = expand_fused(
+                second_row,
+                lora_b,
+                lora_parts,
+                lora_bias,
+                lora_slots,
+                lora_workspace,
+                lora_b_stride,
+                lora_bias_stride,
+                LORA_WIDTH,
+                RANK,
+                RANK_POW2,
+                SHRINKS,
+            )
+            y_pair += second_part[None, :]
     if NORM == "rms":
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
         y = y * inverse_rms
@@ -488,6 +607,9 @@ def gemv_kernel(
         input_weight = tl.load(input_weights + tl.program_id(1)).to(tl.float32)
         y = y * input_weight
         y_pair = y_pair * input_weight
+    if SHRINKS > 0:
+        y += first_bias[None, :]
+        y_pair += second_bias[None, :]
     if HAS_BIAS:
         y += tl.load(bias + first_row)[None, :].to(tl.float32)
         if PAIRED:

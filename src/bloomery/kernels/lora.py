@@ -38,12 +38,15 @@ from bloomery.native.thread_pool import ThreadPool
 MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
 MAX_SPLITS = 16  # programs among which the columns of A are divided
+FUSED_SHRINKS = 32  # programs of a fused kernel that shrink
 
 
 class AdapterBatch:
     """The adapter slot of each row of the current forward pass."""
 
     def __init__(self) -> None:
+        # [linear layers] int32: see FusedLora. None on a CPU.
+        self.counters: torch.Tensor | None = None
         self.slots: torch.Tensor | None = None  # [rows] int32, -1: none; None: no row has one
         self.all_slots: torch.Tensor | None = None  # of all rows of the forward pass
 
@@ -51,6 +54,8 @@ class AdapterBatch:
         """Set the slots of a forward pass."""
         self.slots = slots
         self.all_slots = slots
+        if slots is not None and len(slots) == 1 and self.counters is not None:
+            self.counters.zero_()
 
     def select(self, rows: torch.Tensor | slice | None) -> None:
         """From here on layers see only these rows; None: all of them again."""
@@ -66,6 +71,20 @@ class LoraMatrices(NamedTuple):
     b: torch.Tensor  # [slots, experts, out, rank]
     parts: torch.Tensor  # [out] int32: the part that each output reads
     bias: torch.Tensor | None = None  # [slots, out]: added to the bias of the base model
+
+
+class FusedLora(NamedTuple):
+    """The adapter of a step of one row, for a kernel that computes it with the base product.
+
+    The first programs of that kernel shrink the row, and the others use the result when they have
+    read their weights. They wait for each other by a counter, which must be 0 when the kernel
+    starts.
+    """
+
+    matrices: LoraMatrices
+    slots: torch.Tensor  # [1] int32
+    counter: torch.Tensor  # [1] int32
+    workspace: torch.Tensor  # float32: at least [FUSED_SHRINKS + 1, parts * rank]
 
 
 class LoraRows(NamedTuple):
@@ -584,3 +603,102 @@ def lora_project(
 def uses(active: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Whether each row has an active slot: [n, 1]."""
     return ((slots >= 0) & (active[slots.long().clamp(min=0)] != 0))[:, None]
+
+
+# ---- one row: fused with the base product --------------------------------------------------------
+
+
+@jit
+def shrink_fused(
+    x,  # [COLUMNS]
+    norm_weight,  # [COLUMNS]
+    a,  # [slots, WIDTH, COLUMNS]
+    slots,  # [1]
+    counter,  # [1]
+    workspace,  # [SHRINKS + 1, WIDTH]: the sums of each program, then the sums of all
+    slot_stride,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_POW2: tl.constexpr,
+    SHRINKS: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply the columns of one of the SHRINKS programs; the last one adds up all of them.
+
+    x is multiplied by the norm's weight, but not yet by its scale.
+    """
+    program = tl.program_id(0)
+    slot = tl.load(slots).to(tl.int64)
+    used_width = tl.where(slot >= 0, WIDTH, 0)
+    j = tl.arange(0, WIDTH_POW2)
+    k = tl.arange(0, BLOCK_IN)
+    PER_PROGRAM: tl.constexpr = (COLUMNS + SHRINKS * BLOCK_IN - 1) // (SHRINKS * BLOCK_IN)
+    first = program * (PER_PROGRAM * BLOCK_IN)
+    total = tl.zeros([WIDTH_POW2], tl.float32)
+    for block in tl.static_range(PER_PROGRAM):
+        column = first + block * BLOCK_IN + k
+        is_column = column < COLUMNS
+        tile = tl.load(
+            a + slot * slot_stride + j[:, None] * COLUMNS + column[None, :],
+            mask=(j < used_width)[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        if block == 0:
+            wait_for_previous(PDL)
+        v = tl.load(x + column, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_NORM_WEIGHT:
+            v *= tl.load(norm_weight + column, mask=is_column, other=0.0)
+        total += tl.sum(tile.to(tl.float32) * v[None, :], 1)
+    tl.store(workspace + program * WIDTH + j, total, mask=j < WIDTH)
+    tl.debug_barrier()  # the stores of all threads come before the count
+    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+    if arrived == SHRINKS - 1:
+        total = tl.zeros([WIDTH_POW2], tl.float32)
+        for other in tl.static_range(SHRINKS):
+            total += tl.load(
+                workspace + other * WIDTH + j, mask=j < WIDTH, other=0.0, volatile=True
+            )
+        tl.store(workspace + SHRINKS * WIDTH + j, total, mask=j < WIDTH)
+        tl.debug_barrier()
+        tl.atomic_add(counter, 1, sem="release")
+
+
+@jit
+def wait_for_shrink(counter, SHRINKS: tl.constexpr):
+    """Wait until the shrunk row is complete.
+
+    The programs that shrink come first in the grid, so they run already. The limit, some seconds,
+    only keeps an error from blocking the device for ever.
+    """
+    spins = 0
+    while (tl.atomic_add(counter, 0, sem="acquire") <= SHRINKS) & (spins < 4000000):
+        spins += 1
+
+
+@jit
+def expand_fused(
+    row,  # of B: [outputs]
+    b,  # [slots, ROWS, RANK]
+    parts,  # [ROWS]
+    bias,  # [slots, ROWS]
+    slots,  # [1]
+    workspace,
+    slot_stride,
+    bias_stride,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    RANK_POW2: tl.constexpr,
+    SHRINKS: tl.constexpr,
+):
+    """Return the adapter's part of some outputs and its bias there, before the norm's scale."""
+    slot = tl.load(slots).to(tl.int64)
+    r = tl.arange(0, RANK_POW2)
+    mask = (r < tl.where(slot >= 0, RANK, 0))[None, :]
+    b_ptr = b + slot * slot_stride + row[:, None] * RANK + r[None, :]
+    b_tile = tl.load(b_ptr, mask=mask, other=0.0)
+    column = tl.load(parts + row)[:, None] * RANK + r[None, :]
+    low = tl.load(workspace + SHRINKS * WIDTH + column, mask=mask, other=0.0, volatile=True)
+    extra = tl.load(bias + tl.maximum(slot, 0) * bias_stride + row).to(tl.float32)
+    return tl.sum(b_tile.to(tl.float32) * low, 1), tl.where(slot >= 0, extra, 0.0)

@@ -141,6 +141,19 @@ class LinearLayer:
         epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
     ) -> ResidualStream:
         """Add the part of each row's adapter to the product, before the epilogue."""
+        if prologue is not None and prologue.kind != "rms":
+            x = apply_norm(x, prologue, self.pool)
+            prologue = None
+        lora = adapters.fused()
+        if (
+            lora is not None
+            and isinstance(x, torch.Tensor)
+            and isinstance(self.matrix, DenseWeight)
+        ):
+            fusable = build_fusable(epilogue)
+            fused = self.matrix.fused_lora(x, self.bias, prologue, fusable, lora)
+            if fused is not None:
+                return fused
         normed = apply_norm(x, prologue, self.pool)
         if len(normed) == 1 and normed.is_cuda:
             bias = adapters.as_bias(normed, self.bias)
@@ -155,16 +168,20 @@ class LinearLayer:
         epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
     ) -> torch.Tensor | None:
         """Run everything as one kernel, or all but a QKV epilogue; None if there is no kernel."""
-        fusable: Epilogue
-        if isinstance(epilogue, AddResidual):
-            fusable = ResidualEpilogue(materialize(epilogue.residual), epilogue.scale)
-        else:
-            fusable = epilogue
-        y = self.matrix.fused_linear(x, self.bias, prologue, fusable)
+        y = self.matrix.fused_linear(x, self.bias, prologue, build_fusable(epilogue))
         if y is not None or not isinstance(epilogue, QkvEpilogue):
             return y
         y = self.matrix.fused_linear(x, self.bias, prologue, None)
         return None if y is None else apply_epilogue(y, epilogue, self.pool)
+
+
+def build_fusable(
+    epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+) -> Epilogue:
+    """Return the epilogue as kernels take it."""
+    if isinstance(epilogue, AddResidual):
+        return ResidualEpilogue(materialize(epilogue.residual), epilogue.scale)
+    return epilogue
 
 
 def materialize(x: ResidualStream) -> torch.Tensor:

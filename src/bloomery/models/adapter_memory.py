@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from bloomery.kernels.lora import AdapterBatch
+from bloomery.kernels.lora import FUSED_SHRINKS, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.lora import EmbeddingAdapters, LinearAdapters, TableAdapters
@@ -150,10 +150,29 @@ class AdapterMemory:
         )
         for target, matrices in zip(self.targets, self.split_slots(self.memory)):
             target.adapters.bind(*matrices)
+        if self.device.type == "cuda":
+            self._allocate_counters()
         for embedding in self.embeddings:
             low_rank = embedding.linear.matrices
             assert low_rank is not None
             embedding.lookup = view_lookup(low_rank.a)
+
+    def _allocate_counters(self) -> None:
+        """Allocate what fused kernels share among their programs.
+
+        Layers outside of the decoder layers may run several times in a step.
+        """
+        inner = [target.adapters for target in self.targets if target.prefix]
+        if not inner:
+            return
+        counters = torch.zeros(len(inner), dtype=torch.int32, device=self.device)
+        width = max(adapters.num_parts for adapters in inner) * self.padded_rank
+        size = (FUSED_SHRINKS + 1) * width
+        workspace = torch.zeros(size, dtype=torch.float32, device=self.device)
+        self.batch.counters = counters
+        for adapters, counter in zip(inner, counters.split(1)):
+            adapters.counter = counter
+            adapters.workspace = workspace
 
     @property
     def nbytes(self) -> int:

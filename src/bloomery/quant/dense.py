@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.fusion import ActivationEpilogue, Epilogue, NormPrologue
-from bloomery.kernels.gemv import gemv_is_faster, gemv_triton, precompute_norm_shift
+from bloomery.kernels.gemv import (
+    gemv_is_faster,
+    gemv_triton,
+    precompute_norm_shift,
+    supports_gemv,
+)
+from bloomery.kernels.launch import use_triton
+from bloomery.kernels.lora import FusedLora
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import (
@@ -138,6 +145,22 @@ class DenseWeight:
             return None
         norm_shift = self.norm_shifts.get(id(prologue))
         return gemv_triton(x, self.weight, bias, prologue, epilogue, norm_shift=norm_shift)
+
+    def fused_lora(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        prologue: NormPrologue | None,
+        epilogue: Epilogue,
+        lora: FusedLora,
+    ) -> torch.Tensor | None:
+        """Like `fused_linear`, with the adapter of the only row; None if there is no kernel.
+
+        The prologue must not be a layer norm.
+        """
+        if not use_triton(x) or not supports_gemv(self.weight, epilogue):
+            return None
+        return gemv_triton(x, self.weight, bias, prologue, epilogue, lora=lora)
 
     def prepare_prologue(self, prologue: NormPrologue) -> None:
         """Precompute the part of a layer norm before the product that does not depend on x.

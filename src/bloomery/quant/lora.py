@@ -16,6 +16,7 @@ import torch
 
 from bloomery.kernels.lora import (
     AdapterBatch,
+    FusedLora,
     LoraMatrices,
     LoraRows,
     lora_bias,
@@ -43,6 +44,9 @@ class LinearAdapters:
         self.num_experts = num_experts
         self.num_parts = max(row_parts) + 1
         self.matrices: LoraMatrices | None = None
+        # On a GPU, for layers that run once in a forward pass: see FusedLora.
+        self.counter: torch.Tensor | None = None
+        self.workspace: torch.Tensor | None = None
 
     @property
     def is_active(self) -> bool:
@@ -82,6 +86,15 @@ class LinearAdapters:
         shrunk = lora_shrink(x, self.matrices, rows, pool)
         lora_expand(shrunk, self.matrices, rows, y, pool)
         return y
+
+    def fused(self) -> FusedLora | None:
+        """Return the adapter of a step of one row for a fused kernel, if one may take it."""
+        slots = self.batch.slots
+        if slots is None or len(slots) != 1 or self.matrices is None:
+            return None
+        if self.counter is None or self.workspace is None or self.num_experts > 1:
+            return None
+        return FusedLora(self.matrices, slots, self.counter, self.workspace)
 
     def as_bias(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the bias [out] of a step of one row: that of the layer, and the adapter's part.
