@@ -33,11 +33,14 @@ def test_masks_reach_their_rows_and_no_others(vocab_size: int) -> None:
     bits = torch.randint(-(2**31), 2**31, states[0].bits.shape, generator=generator)
     sent = SentMasks.allocate(4, num_words, CPU)
     sent.masks.copy_(torch.randint(-(2**31), 2**31, sent.masks.shape, generator=generator))
-    sent.rows.copy_(torch.tensor([3, 0, UNUSED, 5]))
     for state, apply in zip(states, (apply_masks_reference, launch_apply_masks), strict=True):
         state.bits.copy_(bits)
         state.ints[3, FLAGS] = PENALIZED_FLAG
-        apply(sent, state, 3)  # the last place is not used
+        sent.rows.copy_(torch.tensor([3, 0, UNUSED, 5]))
+        for _ in range(2):  # the second time there is no mask any more
+            apply(sent, state, 3)  # the last place is not used
+            state.bits[0] = bits[0]
+        assert sent.rows.tolist() == [UNUSED, UNUSED, UNUSED, 5]
     expected, actual = states
     assert torch.equal(actual.bits, expected.bits)
     assert torch.equal(actual.ints, expected.ints)

@@ -27,7 +27,6 @@ from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.runtime.rows import BatchOrder, PlacedRequest
 from bloomery.runtime.runner import CudaGraphRunner, GraphPool, ModelForward, ModelRunner
 from bloomery.runtime.step_batch import (
-    NUM_PREFILL_SLOTS,
     SHORT_DECODE_POSITIONS,
     CaptureSizes,
     decode_batch_sizes,
@@ -79,11 +78,11 @@ class SpyModelRunner(ModelRunner):
         self.short_decodes = short_decodes
         self.mixed_runs = list[tuple[int, tuple[bool, ...]]]()
         self.num_decode_runs = 0
-        self.num_masked_runs = 0
+        self.num_apart_runs = 0
 
-    def sample_masked(self, *arguments: Any) -> None:
-        self.num_masked_runs += 1
-        super().sample_masked(*arguments)
+    def sample_apart(self) -> None:
+        self.num_apart_runs += 1
+        super().sample_apart()
 
     def run_decodes(self, order: BatchOrder, is_masked: bool) -> None:
         self.num_decode_runs += 1
@@ -94,12 +93,11 @@ class SpyModelRunner(ModelRunner):
         order: BatchOrder,
         chunks: Sequence[PlacedRequest],
         max_position: int,
-        is_masked: bool = False,
     ) -> Any:
         samples = tuple(scheduled.samples for scheduled, _ in chunks)
         self.mixed_runs.append((len(order.rows), samples))
         position = max_position if self.short_decodes else SHORT_DECODE_POSITIONS
-        return super().run_mixed(order, chunks, position, is_masked)
+        return super().run_mixed(order, chunks, position)
 
 
 def use_self_feeding_steps(
@@ -216,7 +214,7 @@ def test_self_feeding_steps_give_the_tokens_of_host_built_steps(
     arrivals = make_arrivals(Random(6))
     tokens = serve(self_feeding, arrivals)
     assert tokens == serve(host_built, arrivals)
-    assert runner.num_masked_runs > 1
+    assert runner.num_apart_runs > len(runner.mixed_runs)  # masked decode steps, too
     check_grammars(arrivals, tokens)
     num_decodes, chunks = zip(*runner.mixed_runs, strict=True)
     assert runner.num_decode_runs > 1
@@ -317,12 +315,11 @@ def test_captured_graphs_change_no_tokens(name: str, tmp_path: Path) -> None:
     reported = []
     worker.capture_graphs(report=lambda what, done, total: reported.append((done, total)))
     num_sizes = len(decode_batch_sizes(6))
-    num_sampled = len({*decode_batch_sizes(6), 6 + NUM_PREFILL_SLOTS})
-    assert pool.num_captured == 2 * num_sizes + num_sampled
+    assert pool.num_captured == 3 * num_sizes  # decode steps, masked ones, and their sampling
     assert reported[-1] == (pool.num_captured, pool.num_captured)
     assert generate(loop) == expected
     assert pool.num_captured == len(graph_runner.graphs)  # nothing was left to capture
     captured = list(graph_runner.graphs)
-    assert sum(shape.is_masked for shape in captured) == num_sizes
-    assert sum(shape.num_tokens == 0 for shape in captured) == num_sampled  # only sampling
-    assert not captured[0].is_masked
+    assert sum(shape.samples_apart for shape in captured) == num_sizes
+    assert sum(shape.num_tokens == 0 for shape in captured) == num_sizes
+    assert not captured[0].samples_apart

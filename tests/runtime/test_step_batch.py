@@ -13,6 +13,7 @@ from bloomery.runtime.step_batch import (
     mixed_shape,
     pack_mixed_step,
     round_up,
+    sampling_shape,
 )
 
 NO_ROWS = np.zeros(0, np.int32)
@@ -37,12 +38,15 @@ def test_every_possible_shape_is_captured_beforehand(
             few_decodes = num_decodes <= MIXED_DECODE_SLOTS[0]
             assert mixed_shape(slots, tokens, True) in captured or not few_decodes
             assert sizes.pad_mixed(num_decodes, num_tokens, 5000) in captured
-            assert sizes.pad_mixed(num_decodes, num_tokens, 5) in captured
+            mixed = sizes.pad_mixed(num_decodes, num_tokens, 5)
+            assert mixed in captured
+            assert sampling_shape(mixed.num_sequences) in sizes.sampling_shapes(False, True)
     decodes = sizes.decode_shapes()
     assert decodes[0].num_decodes == max_num_seqs
     for num_decodes in range(1, max_num_seqs + 1):
         padded = round_up(num_decodes, sizes.decodes)
         assert any(shape.num_decodes == padded for shape in decodes)
+        assert sampling_shape(padded) in sizes.sampling_shapes(True, False)
 
 
 def test_without_capture_sizes_a_step_is_not_padded() -> None:

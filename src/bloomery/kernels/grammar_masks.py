@@ -59,7 +59,10 @@ class SentMasks(NamedTuple):
 
 
 def apply_masks(sent: SentMasks, state: SamplingRows, max_used: int) -> None:
-    """Permit only the tokens of each mask in its row; places from `max_used` on are not used."""
+    """Permit only the tokens of each mask in its row; places from `max_used` on are not used.
+
+    The masks are taken out of the buffer: the next call finds none unless others were sent.
+    """
     if not use_triton(sent.buffer):
         apply_masks_reference(sent, state, max_used)
         return
@@ -87,6 +90,7 @@ def apply_masks_reference(sent: SentMasks, state: SamplingRows, max_used: int) -
     rows = sent.rows[:max_used][used].long()
     state.bits[rows, PERMITTED] = sent.masks[:max_used][used]
     state.ints[rows, FLAGS] |= PERMITTED_FLAG
+    sent.rows[:max_used] = UNUSED
 
 
 @jit
@@ -103,13 +107,15 @@ def apply_masks_kernel(
     NUM_INTS: tl.constexpr = NUM_INTS,
     PERMITTED: tl.constexpr = PERMITTED,
     PERMITTED_FLAG: tl.constexpr = PERMITTED_FLAG,
+    UNUSED: tl.constexpr = UNUSED,
 ):
-    """One program copies one mask."""
+    """One program takes one mask."""
     launch_dependents(PDL)
     wait_for_previous(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(sent_rows + place).to(tl.int64)
-    if row >= 0:
+    if row != UNUSED:
+        tl.store(sent_rows + place, UNUSED)
         flags = ints + row * NUM_INTS + FLAGS
         tl.store(flags, tl.load(flags) | PERMITTED_FLAG)
         masks += place * num_words

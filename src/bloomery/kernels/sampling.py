@@ -1213,9 +1213,8 @@ def load_kept(listed, size, kept_ordinal, kept_id, best, temp, min_z, MAX_LISTED
 
 
 @jit
-def find_lowest_kept(ordinals, masses, mass_limit):
+def find_lowest_kept(ordinals, masses, mass_limit, MASS_UNIT: tl.constexpr = 2.0**-40):
     """Find the lowest ordinal above which there is less than a mass, bit by bit."""
-    MASS_UNIT: tl.constexpr = 2.0**-40
     lower = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     for _ in range(32):

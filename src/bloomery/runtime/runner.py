@@ -288,14 +288,14 @@ class ModelRunner:
         self.buffers = StepBuffers(rows, block_size, self.max_mixed_tokens)
         device = rows.last_tokens.device
         max_slots = rows.max_num_seqs
-        # What masked steps leave for their sampling, by batch slot.
+        # What steps that sample apart leave for their sampling, by batch slot.
         num_slots = max_slots + NUM_PREFILL_SLOTS
         self.logits = torch.zeros(num_slots, vocab_size, dtype=logits_dtype, device=device)
         self.slot_rows = torch.full(
             (num_slots,), rows.padding_row, dtype=torch.int32, device=device
         )
         self.slot_seq_lens = torch.zeros(num_slots, dtype=rows.positions.dtype, device=device)
-        self.num_masked_slots = 0  # of the last masked step
+        self.num_unsampled_slots = 0  # of the last step that samples apart
         self.num_padding = 0  # padding positions of the last step
         self.sizes = CaptureSizes()
         self.work_runner: WorkRunner = EagerRunner()
@@ -350,7 +350,7 @@ class ModelRunner:
             shapes = [largest, *shapes, *smaller]
         if with_masked:
             shapes += self.sizes.decode_shapes(is_masked=True)
-            shapes += self.sizes.sampling_shapes()
+        shapes += self.sizes.sampling_shapes(with_masked, self.mixed_steps)
         if with_adapters:
             shapes += self.sizes.decode_shapes(has_adapters=True)
             if self.mixed_steps:
@@ -377,10 +377,10 @@ class ModelRunner:
         """Queue a step in which each of these rows computes one position.
 
         Afterwards the sampler's outputs have the result of each batch slot. If the step is masked,
-        they have it after `sample_masked`.
+        they have it after `sample_apart`.
         """
         self.rows.upload_new_blocks()
-        is_resident = self.resident_shape.is_masked == is_masked
+        is_resident = self.resident_shape.samples_apart == is_masked
         if order is not self.resident_order or not is_resident:
             slots = order.adapter_slots
             shape = self.sizes.pad_decode(len(order.rows), is_masked, slots is not None)
@@ -391,7 +391,7 @@ class ModelRunner:
             self.resident_shape = shape
             self.resident_work = partial(self._compute, shape)
         self.num_padding = self.resident_shape.num_decodes - len(order.rows)
-        self.num_masked_slots = self.resident_shape.num_sequences
+        self.num_unsampled_slots = self.resident_shape.num_sequences
         self.work_runner.run(self.resident_shape, self.resident_work)
 
     def accepts_mixed(self, order: BatchOrder, chunks: Sequence[PlacedRequest]) -> bool:
@@ -414,13 +414,11 @@ class ModelRunner:
         order: BatchOrder,
         chunks: Sequence[PlacedRequest],
         max_position: int,
-        is_masked: bool = False,
     ) -> MixedStep:
         """Queue a step of decodes, at positions up to `max_position`, and prefill chunks.
 
-        Afterwards the sampler's outputs have the result of each batch slot: those of the decodes
-        first, and from `first_chunk` on those of the chunks that sample. If the step is masked,
-        they have it after `sample_masked`.
+        After `sample_apart` the sampler's outputs have the result of each batch slot: those of the
+        decodes first, and from `first_chunk` on those of the chunks that sample.
         """
         # Chunks that sample come first, so that their results are adjacent.
         chunks = sorted(chunks, key=lambda pair: not pair[0].samples)
@@ -428,11 +426,9 @@ class ModelRunner:
         num_decodes = len(order.rows)
         num_tokens = num_decodes + sum(scheduled.count for scheduled, _ in chunks)
         slots = list_adapter_slots(order, chunks)
-        shape = self.sizes.pad_mixed(
-            num_decodes, num_tokens, max_position, is_masked, slots is not None
-        )
+        shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, slots is not None)
         self.num_padding = shape.num_tokens - num_tokens
-        self.num_masked_slots = shape.num_sequences
+        self.num_unsampled_slots = shape.num_sequences
         self.buffers.write_mixed(order.row_indices, chunks, shape)
         if slots is not None:
             self.buffers.write_adapters(slots, shape)
@@ -440,9 +436,9 @@ class ModelRunner:
         sampled = tuple([pair for pair in chunks if pair[0].samples])
         return MixedStep(num_decodes, shape.num_decodes, sampled)
 
-    def sample_masked(self) -> None:
-        """Queue the sampling of the last step, which was masked, now that the masks are set."""
-        shape = sampling_shape(self.num_masked_slots)
+    def sample_apart(self) -> None:
+        """Queue the sampling of the last step, once its masks have been sent if it has any."""
+        shape = sampling_shape(self.num_unsampled_slots)
         self.work_runner.run(shape, partial(self._compute, shape))
 
     def run_host_batch(self, batch: StepBatch) -> torch.Tensor:
@@ -474,7 +470,7 @@ class ModelRunner:
         batch_rows = batch.sampling_rows
         assert batch_rows is not None
         seq_lens = batch.layouts[0].seq_lens
-        if not shape.is_masked:
+        if not shape.samples_apart:
             self._sample(logits, batch_rows, seq_lens, False)
             return
         self.logits[:num_slots] = logits

@@ -392,8 +392,8 @@ class Sampler:
     ) -> SampleOutputs:
         """Sample one token for each row of logits [samples, vocab], without any work on the host.
 
-        rows and positions [samples] are those of the tokens to sample. `is_masked`: masks have been
-        sent for some of the rows. The results lie in buffers that the next call overwrites.
+        rows and positions [samples] are those of the tokens to sample. `is_masked`: masks may have
+        been sent for some of the rows. The results lie in buffers that the next call overwrites.
         Afterwards the tokens count as part of the requests.
         """
         if is_masked:
@@ -517,9 +517,9 @@ class Sampler:
             apply_masks(self.mask_upload.sent, self.state, len(rows))
 
     def apply_masks(self, max_masks: int) -> None:
-        """Permit only the tokens of the masks that were sent, `max_masks` at most.
+        """Permit only the tokens of the masks that were sent since the last call, if any were.
 
-        A mask holds until the next one.
+        A mask holds until the next one for its row.
         """
         if self.device.type != "cpu":
             apply_masks(self.mask_upload.sent, self.state, max_masks)

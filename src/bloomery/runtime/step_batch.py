@@ -160,7 +160,9 @@ class StepShape(NamedTuple):
     num_tokens: int  # padding included
     num_prefills: int = 0  # prefill slots: 0 or NUM_PREFILL_SLOTS
     decodes_as_prefills: bool = False  # attention treats decodes as prefills of one position
-    is_masked: bool = False  # the step ends with logits, and samples when it has its masks
+    # The step ends with logits and samples in a part of its own, perhaps when it has its masks.
+    # Mixed steps always do, so that one graph serves requests with and without grammars.
+    samples_apart: bool = False
     has_adapters: bool = False  # some tokens have a LoRA adapter; other steps do not pay for them
 
     @property
@@ -173,24 +175,23 @@ def decode_shape(
     num_decodes: int, is_masked: bool = False, has_adapters: bool = False
 ) -> StepShape:
     """The shape of a step without prefill chunks."""
-    return StepShape(num_decodes, num_decodes, is_masked=is_masked, has_adapters=has_adapters)
+    return StepShape(num_decodes, num_decodes, samples_apart=is_masked, has_adapters=has_adapters)
 
 
 def mixed_shape(
     num_decodes: int,
     num_tokens: int,
     decodes_as_prefills: bool,
-    is_masked: bool = False,
     has_adapters: bool = False,
 ) -> StepShape:
     """The shape of a step with prefill chunks."""
     return StepShape(
-        num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, is_masked, has_adapters
+        num_decodes, num_tokens, NUM_PREFILL_SLOTS, decodes_as_prefills, True, has_adapters
     )
 
 
 def sampling_shape(num_slots: int) -> StepShape:
-    """The shape of the second part of a masked step, which samples from its logits."""
+    """The shape of the second part of a step that samples apart."""
     return StepShape(num_slots, 0)
 
 
@@ -251,10 +252,12 @@ class CaptureSizes:
                 ]
         return list(dict.fromkeys(shapes))
 
-    def sampling_shapes(self) -> list[StepShape]:
-        """The second parts of masked steps to capture at the start."""
-        mixed_slots = [slots + NUM_PREFILL_SLOTS for slots in self.mixed_decodes]
-        return [sampling_shape(size) for size in sorted({*self.decodes, *mixed_slots})]
+    def sampling_shapes(self, with_masked: bool, with_mixed: bool) -> list[StepShape]:
+        """The second parts of masked decode steps and of mixed steps to capture at the start."""
+        sizes = set(self.decodes if with_masked else ())
+        if with_mixed:
+            sizes |= {slots + NUM_PREFILL_SLOTS for slots in self.mixed_decodes}
+        return [sampling_shape(size) for size in sorted(sizes)]
 
     def pad_decode(
         self, num_decodes: int, is_masked: bool = False, has_adapters: bool = False
@@ -267,7 +270,6 @@ class CaptureSizes:
         num_decodes: int,
         num_tokens: int,
         max_position: int,
-        is_masked: bool = False,
         has_adapters: bool = False,
     ) -> StepShape:
         """The shape of a mixed step whose decodes are at positions up to `max_position`."""
@@ -275,7 +277,7 @@ class CaptureSizes:
         few_decodes = slots <= MIXED_DECODE_SLOTS[0]
         as_prefills = few_decodes and max_position < SHORT_DECODE_POSITIONS
         tokens = round_up(num_tokens, self.mixed_tokens)
-        return mixed_shape(slots, tokens, as_prefills, is_masked, has_adapters)
+        return mixed_shape(slots, tokens, as_prefills, has_adapters)
 
 
 def round_up(count: int, sizes: Sequence[int]) -> int:

@@ -534,9 +534,10 @@ class Worker:
         """Run a step of decodes and a few prefill chunks, fed from the device."""
         self.sampler.upload_new_requests()
         max_position = max(step.decode_positions, default=0)
-        mixed = self.runner.run_mixed(order, chunks, max_position, bool(step.masked))
+        mixed = self.runner.run_mixed(order, chunks, max_position)
         if step.masked:
             return self._finish_masked(step, order, mixed)
+        self._sample_apart()
         sequences = [scheduled.sequence for scheduled, _ in mixed.sampled_chunks]
         output = self._read_outputs(order, mixed)
         return LaunchedStep(sequences, output, decode_indices=order.step_indices)
@@ -573,11 +574,14 @@ class Worker:
 
         def sample(masks: np.ndarray) -> SamplerOutput | None:
             self.sampler.send_masks(masked_rows, masks)
-            self.runner.sample_masked()
-            self.sampler.mask_upload.mark_taken()
+            self._sample_apart()
             return self._read_outputs(order, mixed)
 
         return LaunchedStep(sequences, None, decode_indices=order.step_indices, sample=sample)
+
+    def _sample_apart(self) -> None:
+        self.runner.sample_apart()
+        self.sampler.mask_upload.mark_taken()
 
     def _launch_sampling(
         self,
