@@ -18,10 +18,16 @@ from hypothesis import strategies as st
 
 from bloomery import sampling as limits
 from bloomery.kernels import sampling_rows
+from bloomery.kernels.sampling import SamplingScratch
 from bloomery.messages import NewRequestData, ResolvedSampling
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
-from bloomery.runtime.sampler import SCORED_TOKENS, Sampler, read_reports
+from bloomery.runtime.sampler import (
+    SCORED_TOKENS,
+    Sampler,
+    count_sampler_bytes,
+    read_reports,
+)
 from tests.kernels.test_sampling_reference import scalar_gumbel
 
 VOCAB_SIZE = 97
@@ -626,3 +632,12 @@ def test_requests_fit_into_the_tables():
     assert limits.MAX_BAD_WORDS == sampling_rows.MAX_BAD_WORDS
     assert limits.MAX_BAD_WORD_TOKENS == sampling_rows.MAX_BAD_WORD_TOKENS
     assert 2 * limits.MAX_BAD_WORD_LENGTH <= sampling_rows.NUM_RECENT
+
+
+def test_the_memory_of_a_sampler_is_known_before_it_is_allocated() -> None:
+    sampler = Sampler(5, 1000, extra_samples=3)
+    scratch = SamplingScratch.allocate(SCORED_TOKENS, 1000, "cpu")
+    buffers = (scratch.floats, scratch.ints, scratch.masses, scratch.swaps)
+    tensors = (*sampler.state, *sampler.outputs, *buffers, sampler.mask_upload.sent.buffer)
+    num_bytes = count_sampler_bytes(5, 1000, extra_samples=3)
+    assert num_bytes == sum(tensor.nbytes for tensor in tensors)

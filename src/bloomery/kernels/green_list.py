@@ -70,18 +70,18 @@ def draw_swaps(
 def advance_twister(state, lane):
     """Compute the next 624 words of the generator's state; each needs words 397 further on.
 
-    The first 227 words need old ones only. The next 227 need these, and the others need those.
+    The first 227 words need old ones only. The next 227 need these, and the others need those. The
+    last word also needs the first new one.
     """
+    words = tl.gather(state, tl.minimum(lane + 397, 1023), 0)
     following = tl.gather(state, tl.minimum(lane + 1, 1023), 0)
     twisted = twist_words(state, following)
-    words = tl.gather(state, tl.minimum(lane + 397, 1023), 0) ^ twisted
+    words ^= twisted
     back = tl.maximum(lane - 227, 0)
-    words = tl.where(lane < 227, words, tl.gather(words, back, 0) ^ twisted)
-    words = tl.where(lane < 454, words, tl.gather(words, back, 0) ^ twisted)
-    first = tl.sum(tl.where(lane == 0, words, 0), 0)
-    middle = tl.sum(tl.where(lane == 396, words, 0), 0)
-    last = middle ^ twist_words(state, first + tl.zeros_like(state))
-    return tl.where(lane == 623, last, words)
+    earlier = tl.gather(words, tl.where(lane == 623, 0, back), 0)
+    twisted = tl.where(lane == 623, twist_words(state, earlier), twisted)
+    words = tl.where(lane < 227, words, earlier ^ twisted)
+    return tl.where(lane < 454, words, tl.gather(words, back, 0) ^ twisted)
 
 
 @jit

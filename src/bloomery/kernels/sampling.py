@@ -188,7 +188,7 @@ def sample_tokens_triton(
         state.bits.shape[2],
         TILE=1024,
         WORDS=64,
-        num_warps=4,
+        num_warps=8,
         **pdl_options(logits.device),
     )
     arguments, options = _shared_arguments(logits, rows, positions, state, outputs, scratch)
@@ -455,13 +455,19 @@ def green_kernel(
     if (tl.load(ints + FLAGS) & GREEN_FLAG) != 0:
         green = bits + (row * NUM_BIT_SETS + GREEN) * bit_words
         num_green = tl.load(ints + NUM_GREEN)
-        first = num_green + tl.program_id(1) * TILE
+        first = num_green // 32 * 32 + tl.program_id(1) * TILE
         for start in range(first, vocab_size, tl.num_programs(1) * TILE):
             positions = start + tl.arange(0, TILE)
-            valid = positions < vocab_size
+            valid = (positions >= num_green) & (positions < vocab_size)
             tokens = follow_swaps(swaps + sample * vocab_size, positions, valid)
             bit = tl.full([TILE], 1, tl.int32) << (tokens & 31)
-            tl.atomic_and(green + (tokens >> 5), ~bit, mask=valid, sem="relaxed")
+            stays = tokens == positions
+            tl.atomic_and(green + (tokens >> 5), ~bit, mask=valid & ~stays, sem="relaxed")
+            # The tokens that stay are neighbours: one operation for 32 of them.
+            bits_of_word = tl.reshape(tl.where(valid & stays, bit, 0), (TILE // 32, 32))
+            word = tl.sum(bits_of_word, 1)
+            place = start // 32 + tl.arange(0, TILE // 32)
+            tl.atomic_and(green + place, ~word, mask=word != 0, sem="relaxed")
 
 
 # ---- scores ----

@@ -349,6 +349,21 @@ def fill_masks(
 # ---- the sampler ----
 
 
+def count_sampler_bytes(num_rows: int, vocab_size: int, extra_samples: int) -> int:
+    """Return the GPU memory of a Sampler with these sizes."""
+    num_samples = max(num_rows + extra_samples, SCORED_TOKENS)
+    scratch = SamplingScratch.allocate(num_samples, vocab_size, "meta")
+    num_words = -(-vocab_size // 32)
+    masks = SentMasks.allocate(num_rows + extra_samples, num_words, torch.device("meta"))
+    tensors = (
+        *SamplingRows.allocate(num_rows + 1, vocab_size, "meta"),
+        *SampleOutputs.allocate(num_samples, "meta"),
+        *(scratch.floats, scratch.ints, scratch.masses, scratch.swaps),
+        masks.buffer,
+    )
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 class Sampler:
     """Samples tokens for any combination of sampling parameters.
 

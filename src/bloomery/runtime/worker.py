@@ -67,6 +67,7 @@ from bloomery.runtime.sampler import (
     AcceptedTokens,
     Sampler,
     SamplerOutput,
+    count_sampler_bytes,
     read_reports,
 )
 from bloomery.runtime.step_batch import (
@@ -294,7 +295,10 @@ class Worker:
         )
         # Steps with adapters have graphs of their own.
         num_kinds = 1 if self.adapters is None else 2
-        return activation_bytes + num_kinds * GRAPH_OVERHEAD_BYTES
+        sampler_bytes = count_sampler_bytes(
+            self.plan.max_num_seqs + 1, self.decoder.spec.vocab, NUM_PREFILL_SLOTS
+        )
+        return activation_bytes + sampler_bytes + num_kinds * GRAPH_OVERHEAD_BYTES
 
     def _captured_tokens(self) -> int:
         """Positions of the largest CUDA graph."""
