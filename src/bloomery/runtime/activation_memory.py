@@ -25,6 +25,7 @@ from bloomery.runtime.sampler import Sampler
 from bloomery.spec import AttentionSpec
 
 LOGITS_CHUNK = 64  # prompt positions whose logits are held at once
+SHORT_PROMPT = 128  # positions
 CHUNK_MULTIPLE = 256  # positions; a chunk of a long prompt starts at a multiple of this
 
 
@@ -88,8 +89,16 @@ class LargestStep:
             metadata = self.build_metadata(self.split_into_prompts(num_tokens))
             yield partial(self.run_model, metadata)
         chunk_len = self.context_chunk_len()
-        for seq_len in (chunk_len, self.plan.max_model_len):
-            metadata = self.build_metadata([chunk_len], seq_len)
+        steps = [
+            self.build_metadata([chunk_len], seq_len)
+            for seq_len in (chunk_len, self.plan.max_model_len)
+        ]
+        # Attention divides short prompts in another way than long ones.
+        prompt_len = min(SHORT_PROMPT, self.plan.max_model_len)
+        num_prompts = min(self.num_tokens // prompt_len, self.plan.max_num_seqs)
+        if num_prompts > 1:
+            steps.append(self.build_metadata([prompt_len] * num_prompts))
+        for metadata in steps:
             for spec, cache in self.cache_by_spec().items():
                 yield partial(self.run_attention, spec, cache, metadata)
 
