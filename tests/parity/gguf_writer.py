@@ -24,14 +24,18 @@ TensorChange = Callable[[Any, str, torch.Tensor], NamedTensors]
 
 
 def write_gguf(
-    model: Any, path: Path, kind: Kind = Kind.F32, extra: dict[str, Any] | None = None
+    model: Any,
+    path: Path,
+    kind: Kind = Kind.F32,
+    extra: dict[str, Any] | None = None,
+    architecture: GgufArchitecture | None = None,
 ) -> None:
     """Write matrices whose rows fill blocks of `kind` in that type, all others in float32.
 
-    `extra` metadata overrides the converter's.
+    `extra` metadata overrides the converter's, `architecture` its choice.
     """
     c = getattr(model.config, "text_config", model.config)
-    arch = find_architecture(model.config)
+    arch = architecture or find_architecture(model.config)
     writer = gguf.GGUFWriter(path, arch.name)
     for key, value in (common_metadata(c) | arch.metadata(c) | (extra or {})).items():
         add_metadata(writer, f"{arch.name}.{key}", value)
@@ -783,6 +787,7 @@ class RecurrentWriter:
     other: TensorChange
     tiled_heads: bool = False  # value heads of a gated delta net: by turns over the key heads
     adds_one: bool = False  # to norms
+    keeps_projections: bool = False  # fused by key head, as the first converter did
 
     def __call__(self, c: Any, name: str, tensor: torch.Tensor) -> NamedTensors:
         if self.adds_one and name.endswith("norm.weight") and ".linear_attn." not in name:
@@ -806,7 +811,7 @@ class RecurrentWriter:
         elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             groups = first_value(c, "mamba_n_groups", "n_groups")
             yield from self.other(c, name, tensor.unflatten(0, (groups, -1)))
-        elif name.endswith("in_proj_qkvz.weight"):
+        elif name.endswith("in_proj_qkvz.weight") and not self.keeps_projections:
             yield from self.ungroup(c, prefix, tensor)
         else:
             yield from self.other(c, name, tensor)
@@ -1050,6 +1055,11 @@ ARCHITECTURES = {
         "nemotron_h_moe", nemotron_h_metadata, RecurrentWriter(rename_nemotron_h)
     ),
 }
+FIRST_QWEN3_NEXT = GgufArchitecture(
+    "qwen3next",
+    delta_net_metadata,
+    RecurrentWriter(ExpertWriter(), adds_one=True, keeps_projections=True),
+)
 DENSE_NEMOTRON_H = GgufArchitecture(
     "nemotron_h", nemotron_h_metadata, RecurrentWriter(rename_nemotron_h)
 )

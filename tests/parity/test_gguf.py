@@ -398,6 +398,15 @@ def test_logits_equal_transformers(checkpoint: tuple[GgufCase, Path, Any]) -> No
         assert relative_difference(actual, transformers_logits(path, tokens)) <= 1e-5
 
 
+def test_files_of_the_first_converter_of_qwen3_next(tmp_path: Path) -> None:
+    model = make_checkpoint(FAMILY_CASES["qwen3_next"], tmp_path)
+    path = tmp_path / "model.gguf"
+    gguf_writer.write_gguf(model, path, architecture=gguf_writer.FIRST_QWEN3_NEXT)
+    tokens = random_tokens(24)
+    expected = reference_logits(model, torch.tensor([tokens]), 24)
+    assert relative_difference(prompt_logits(path, tokens, 128), expected) <= 1e-5
+
+
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1], ids=lambda kind: kind.name)
 def test_quantized_files_equal_transformers(kind: Kind, tmp_path: Path) -> None:
     sizes = GROUPED | {"hidden_size": 64, "intermediate_size": 96}

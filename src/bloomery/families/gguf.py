@@ -23,7 +23,6 @@ from bloomery.families.gguf_architectures import (
     RMS_EPSILON,
     GgufFamily,
     HfConfig,
-    RecurrentTensors,
     TensorShapes,
     read_head_dim,
     read_num_kv_heads,
@@ -31,6 +30,7 @@ from bloomery.families.gguf_architectures import (
 from bloomery.families.gguf_recurrent import (
     RECURRENT_ARCHITECTURES,
     adapt_recurrent,
+    add_recurrent_names,
     has_recurrent,
 )
 from bloomery.families.reader import ConfigReader
@@ -528,25 +528,13 @@ def read_experts(config: ConfigReader, shapes: TensorShapes) -> HfConfig:
 # ---- adapting the spec to the tensors of the file ----------------------------------------------
 
 
-def add_recurrent_names(names: TensorNames, recurrent: RecurrentTensors | None) -> TensorNames:
-    if recurrent is None:
-        return names
-    return replace(
-        names,
-        recurrent_in=recurrent.projection,
-        recurrent_out=recurrent.out,
-        recurrent_conv=recurrent.conv,
-        extra={**names.extra, **recurrent.extra},
-    )
-
-
 def build_names(model: ModelSpec, family: GgufFamily, shapes: TensorShapes) -> TensorNames:
     """Return the tensor names of the file, whose matrices may be fused or split."""
     layer_tensors = {
         name.split(".", 2)[2] for name in shapes if name.startswith("blk.") and name.count(".") > 1
     }
     gated = any(isinstance(layer.mlp, MlpSpec) and layer.mlp.gated for layer in model.layers)
-    names = add_recurrent_names(NAMES, family.recurrent)
+    names = add_recurrent_names(NAMES, family.recurrent, layer_tensors)
     if "output_norm.weight" not in shapes and model.embed_norm is None:
         names = replace(names, final_norm="token_embd_norm")
     if not gated:

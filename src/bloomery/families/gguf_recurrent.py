@@ -6,7 +6,7 @@ Falcon-H1's multipliers as part of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from bloomery.families.gguf_architectures import (
@@ -18,7 +18,14 @@ from bloomery.families.gguf_architectures import (
     read_head_dim,
 )
 from bloomery.families.reader import ConfigReader
-from bloomery.spec import GatedDeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec, SplitTensors
+from bloomery.spec import (
+    GatedDeltaNetSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+    SplitTensors,
+    TensorNames,
+)
 
 DELTA_NET_VECTORS = {"recurrent_norm": "ssm_norm", "neg_A": "ssm_a", "dt_bias": "ssm_dt.bias"}
 DELTA_NET = RecurrentTensors(
@@ -33,9 +40,30 @@ DELTA_NET_BY_HEAD = replace(
         ("attn_qkv", "attn_gate", "ssm_ba"), parts=(3, 1, 2), grouped=(False, False, True)
     ),
 )
+# The first converter of qwen3next left the projections as they are.
+FUSED_DELTA_NET = replace(
+    DELTA_NET, projection=SplitTensors(("ssm_in", "ssm_ba"), parts=(4, 2), grouped=(True, True))
+)
 MAMBA2 = RecurrentTensors("ssm_in", "ssm_out", "ssm_conv1d", {**DELTA_NET_VECTORS, "D": "ssm_d"})
 SHORT_CONV = RecurrentTensors("shortconv.in_proj", "shortconv.out_proj", "shortconv.conv")
 CONVOLUTIONS = ("ssm_conv1d.weight", "shortconv.conv.weight")  # only recurrent layers have them
+
+
+def add_recurrent_names(
+    names: TensorNames, recurrent: RecurrentTensors | None, layer_tensors: Collection[str]
+) -> TensorNames:
+    """Add the tensors of recurrent layers; `layer_tensors` are all names within a layer."""
+    if recurrent is None:
+        return names
+    if recurrent == DELTA_NET_BY_HEAD and "ssm_in.weight" in layer_tensors:
+        recurrent = FUSED_DELTA_NET
+    return replace(
+        names,
+        recurrent_in=recurrent.projection,
+        recurrent_out=recurrent.out,
+        recurrent_conv=recurrent.conv,
+        extra={**names.extra, **recurrent.extra},
+    )
 
 
 def has_recurrent(prefix: str, shapes: TensorShapes) -> bool:
