@@ -2,6 +2,8 @@
 
     PYTHONPATH=src:. python3 benchmarks/recurrent.py check   compare with the torch references
     PYTHONPATH=src:. python3 benchmarks/recurrent.py bench   times of decodes and prefills
+    PYTHONPATH=src:. python3 benchmarks/recurrent.py profile times of each kernel
+    PYTHONPATH=src:. python3 benchmarks/recurrent.py tune    launch parameters of the delta net
 
 A further argument selects the cases whose name contains it. Outputs are filled with NaN beforehand,
 and blocks that no sequence has written hold NaN. Times are medians of replays of one CUDA graph of
@@ -12,12 +14,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.kernels import HBM_BYTES_PER_SECOND, measure_microseconds
-from bloomery.kernels.gated_delta_net import gated_delta_net, gated_delta_net_reference
+from bloomery.kernels.delta_net_kernels import TILING, DeltaNetTiling
+from bloomery.kernels.gated_delta_net import (
+    gated_delta_net,
+    gated_delta_net_reference,
+    gated_delta_net_triton,
+)
 from bloomery.kernels.mamba2 import mamba2, mamba2_reference
 from bloomery.kernels.short_conv import short_conv, short_conv_reference
 from bloomery.kernels.state_cache import view_states
@@ -30,7 +42,7 @@ from bloomery.spec import (
     state_parts,
 )
 from tests.kernels.oracles import ERROR_LIMITS, relative_error, run_in_poisoned_memory
-from tests.kernels.recurrent_cases import RunMixer, make_case
+from tests.kernels.recurrent_cases import RecurrentCase, RunMixer, make_case
 
 BLOCK_ROWS = 32  # state rows of a block, as Qwen3.6-35B-A3B has them with pages of 16
 CALLS = 20  # in one CUDA graph
@@ -129,10 +141,10 @@ def timed_cases() -> Iterator[tuple[str, Callable[[], object], float]]:
         state_values = sum(part.rows * part.width for part in state_parts(kind.spec))
         for shape, (query_lens, seq_lens) in shapes.items():
             case = make_case(
-                kind.spec, query_lens, seq_lens, torch.bfloat16, "cuda", BLOCK_ROWS
+                kind.spec, query_lens, seq_lens, torch.bfloat16, "cuda", BLOCK_ROWS, 0
             ).without_host_lengths()
 
-            def step(case: object = case, kind: MixerKind = kind) -> object:
+            def step(case: RecurrentCase = case, kind: MixerKind = kind) -> object:
                 for _ in range(CALLS - 1):
                     kind.kernel(case.projected, case.spec, case.weights, case.states)
                 return kind.kernel(case.projected, case.spec, case.weights, case.states)
@@ -152,11 +164,85 @@ def run_benchmarks(name_filter: str) -> None:
             print(f"{name:30} {microseconds:9.1f} us, floor {floor:7.1f} us", flush=True)
 
 
+def run_profile(name_filter: str) -> None:
+    """Print the time of each kernel in one call."""
+    for name, step, _ in timed_cases():
+        if name_filter not in name:
+            continue
+        step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile() as profiler:
+            step()
+            torch.cuda.synchronize()
+        print(name, flush=True)
+        kernels = [row for row in profiler.key_averages() if row.device_time_total]
+        for row in sorted(kernels, key=lambda row: -row.device_time_total):
+            microseconds = row.device_time_total / CALLS
+            print(f"    {row.key[:60]:60} {microseconds:9.1f} us", flush=True)
+
+
+def tuning_variants(kind: str) -> list[DeltaNetTiling]:
+    """Launch parameters to compare, the usual ones first."""
+    if kind == "decode":
+        return [TILING, *(replace(TILING, decode_warps=warps) for warps in (4, 16))]
+    variants = [TILING]
+    for warps, precision in product((2, 4, 8), ("tf32", "tf32x3")):
+        variants.append(replace(TILING, prepare_warps=warps, solve_precision=precision))
+    for value_slice, warps, stages in product((16, 32, 64), (4, 8), (1, 2, 3)):
+        variants.append(
+            replace(TILING, value_slice=value_slice, scan_warps=warps, scan_stages=stages)
+        )
+    return list(dict.fromkeys(variants))
+
+
+def compile_variant(kind: str, tiling: DeltaNetTiling) -> None:
+    """Compile the kernels of a variant with little work; a variant may not fit."""
+    lens = [1] if kind == "decode" else [70]
+    spec = MIXERS["delta net"].spec
+    case = make_case(spec, lens, lens, torch.bfloat16, "cuda", BLOCK_ROWS, 0)
+    with suppress(Exception):
+        case.without_host_lengths().run(partial(gated_delta_net_triton, tiling=tiling))
+
+
+def run_tuning(name_filter: str) -> None:
+    """Print the times of launch parameters of the gated delta net, the fastest first."""
+    spec = MIXERS["delta net"].spec
+    for kind, lens, seq_lens in (
+        ("decode", [1] * 64, [500] * 64),
+        ("prefill", [8192], [8192]),
+        ("prefill", [1024] * 8, [1024] * 8),
+    ):
+        if name_filter not in kind:
+            continue
+        variants = tuning_variants(kind)
+        with ThreadPoolExecutor(12) as threads:
+            list(threads.map(partial(compile_variant, kind), variants))
+        case = make_case(spec, lens, seq_lens, torch.bfloat16, "cuda", BLOCK_ROWS, 0)
+        case = case.without_host_lengths()
+        timings = []
+        for tiling in variants:
+            mixer = partial(gated_delta_net_triton, tiling=tiling)
+
+            def step(mixer: RunMixer = mixer, case: RecurrentCase = case) -> object:
+                for _ in range(CALLS - 1):
+                    mixer(case.projected, case.spec, case.weights, case.states)
+                return mixer(case.projected, case.spec, case.weights, case.states)
+
+            try:
+                timings.append((measure_microseconds(step, CALLS), tiling))
+            except Exception as problem:
+                print(f"{tiling}: {problem!r}"[:200], flush=True)
+        print(f"{kind} of {len(lens)} x {lens[0]}", flush=True)
+        for microseconds, tiling in sorted(timings, key=lambda timing: timing[0]):
+            print(f"    {microseconds:9.1f} us {tiling}", flush=True)
+
+
 if __name__ == "__main__":
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = sys.argv[2] if len(sys.argv) > 2 else ""
     if command == "check":
         sys.exit(run_checks(chosen))
-    if command != "bench":
+    commands = {"bench": run_benchmarks, "profile": run_profile, "tune": run_tuning}
+    if command not in commands:
         sys.exit(__doc__)
-    run_benchmarks(chosen)
+    commands[command](chosen)

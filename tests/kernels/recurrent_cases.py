@@ -99,13 +99,15 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     block_rows: int = 3,
+    spare_values: int = 4,
 ) -> RecurrentCase:
     """Build a step of sequences of `seq_lens` positions, of which the last `query_lens` are new.
 
-    A block holds about `block_rows` rows of the widest part. Blocks are assigned at random.
+    A block holds about `block_rows` rows of the widest part, and `spare_values` more values. Blocks
+    are assigned at random.
     """
     parts = state_parts(spec)
-    block_values = block_rows * max(part.width for part in parts) + 4
+    block_values = block_rows * max(part.width for part in parts) + spare_values
     blocks_per_state = sum(count_part_blocks(part, block_values) for part in parts)
     num_blocks = len(query_lens) * blocks_per_state
     index_dtype = torch.int64 if device == "cpu" else torch.int32

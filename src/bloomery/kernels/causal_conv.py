@@ -271,8 +271,8 @@ def conv_prefill_kernel(
             other=0.0,
         ).to(tl.float32)
         old = tl.load(
-            memory + state_row + (position % WIDTH)[:, None],
-            mask=(inside & (position >= 0) & (source < begin))[:, None] & used[None, :],
+            memory + state_row + ((position + WIDTH) % WIDTH)[:, None],
+            mask=(inside & (start > 0) & (source < begin))[:, None] & used[None, :],
             other=0.0,
         )
         tap_weight = tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
@@ -360,9 +360,7 @@ def conv_decode(
     position,
     block_stride,
     WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ROWS_PER_BLOCK: tl.constexpr,
-    N: tl.constexpr,
 ):
     """Convolve one position of some channels and store its input; returns it without silu [N].
 
@@ -379,9 +377,7 @@ def conv_decode(
         position,
         block_stride,
         WIDTH,
-        COLUMNS,
         ROWS_PER_BLOCK,
-        N,
     )
 
 
@@ -396,23 +392,23 @@ def conv_decode_input(
     position,
     block_stride,
     WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
     ROWS_PER_BLOCK: tl.constexpr,
-    N: tl.constexpr,
 ):
-    """The same as `conv_decode` for inputs that are loaded."""
-    column = tl.arange(0, COLUMNS)
+    """The same as `conv_decode` for inputs that are loaded.
+
+    One-dimensional throughout: a tile of channels and columns would impose its layout on the state.
+    """
     place = position % WIDTH
-    tap = (column - place - 1 + 2 * WIDTH) % WIDTH
-    tile = used[:, None] & (column < WIDTH)[None, :]
-    state_row = load_state_rows(state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
-    pointers = memory + state_row[:, None] + column[None, :]
-    is_new = column == place
-    # Compared as vectors: the interpreter has no masks of a vector and a scalar.
-    begins = column * 0 + position == 0
-    is_old = (column != place) & (column * 0 + position > 0)
-    old = tl.load(pointers, mask=tile & is_old[None, :], other=0.0)
-    values = tl.where(is_new[None, :], x[:, None], old)
-    tl.store(pointers, values, mask=tile & ((is_new | begins)[None, :]))
-    weights = tl.load(weight + channel[:, None] * WIDTH + tap[None, :], mask=tile, other=0.0)
-    return tl.sum(values * weights, 1)
+    state_row = memory + load_state_rows(
+        state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used
+    )
+    continues = used & (channel * 0 + position > 0)
+    total = x * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=used, other=0.0)
+    for tap in tl.static_range(WIDTH - 1):
+        column = (place + 1 + tap) % WIDTH
+        old = tl.load(state_row + column, mask=continues, other=0.0)
+        total += old * tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
+        # The first position of a sequence clears the columns before it.
+        tl.store(state_row + column, channel * 0.0, mask=used & (channel * 0 + position == 0))
+    tl.store(state_row + place, x, mask=used)
+    return total

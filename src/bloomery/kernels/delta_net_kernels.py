@@ -16,6 +16,8 @@ goes from chunk to chunk with the state in registers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from bloomery.fusion import NormPrologue
@@ -32,7 +34,21 @@ from bloomery.kernels.state_cache import RecurrentMetadata, StateView, load_stat
 from bloomery.spec import GatedDeltaNetSpec
 
 CHUNK = 64  # positions; also written in prepare_chunks_kernel as 4 blocks of 16
-VALUE_SLICE = 32  # value dims of one program of the scan
+
+
+@dataclass(frozen=True)
+class DeltaNetTiling:
+    """Launch parameters of the kernels; benchmarks/recurrent.py compares others."""
+
+    decode_warps: int = 8
+    prepare_warps: int = 8
+    value_slice: int = 32  # value dims of one program of the scan
+    scan_warps: int = 8
+    scan_stages: int = 2
+    solve_precision: str = "tf32"  # of products of triangular matrices, for 16-bit inputs
+
+
+TILING = DeltaNetTiling()
 
 
 def decode_delta_net_triton(
@@ -45,6 +61,7 @@ def decode_delta_net_triton(
     views: tuple[StateView, StateView],
     metadata: RecurrentMetadata,
     out: torch.Tensor,
+    tiling: DeltaNetTiling = TILING,
 ) -> None:
     """Compute the decodes of a step: conv, gates, delta rule and gated norm in one kernel."""
     conv_view, scan_view = views
@@ -76,8 +93,7 @@ def decode_delta_net_triton(
         SCAN_ROWS=scan_view.rows_per_block,
         KEY_BLOCK=next_power_of_2(spec.key_dim),
         VALUE_BLOCK=next_power_of_2(spec.value_dim),
-        COLUMNS=next_power_of_2(spec.conv_width),
-        num_warps=8,
+        num_warps=tiling.decode_warps,
         **pdl_options(projected.device),
     )
 
@@ -126,7 +142,6 @@ def decode_delta_net_kernel(
     SCAN_ROWS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program computes one value head of one sequence."""
@@ -159,34 +174,20 @@ def decode_delta_net_kernel(
         step = tl.load(row + 2 * KEYS + 2 * VALUES + NUM_VALUE_HEADS + head).to(tl.float32)
         log_decay = tl.load(decay + head) * softplus(step + tl.load(dt_bias + head))
         beta = beta_scale / (1.0 + tl.exp(-beta))
-        channel = key_head * KEY_DIM + key
-        q = conv_decode(
+        # q and k in one vector, which has at least as many elements as the program has threads:
+        # then each element is computed once. A shorter one would be computed by every warp.
+        both = tl.arange(0, 2 * KEY_BLOCK)
+        qk = conv_decode(
             row,
             conv,
             memory,
             conv_blocks,
-            channel,
-            is_key,
+            both // KEY_BLOCK * KEYS + key_head * KEY_DIM + both % KEY_BLOCK,
+            both % KEY_BLOCK < KEY_DIM,
             position,
             block_stride,
             WIDTH,
-            COLUMNS,
             CONV_ROWS,
-            KEY_BLOCK,
-        )
-        k = conv_decode(
-            row,
-            conv,
-            memory,
-            conv_blocks,
-            KEYS + channel,
-            is_key,
-            position,
-            block_stride,
-            WIDTH,
-            COLUMNS,
-            CONV_ROWS,
-            KEY_BLOCK,
         )
         v = conv_decode(
             row,
@@ -198,15 +199,14 @@ def decode_delta_net_kernel(
             position,
             block_stride,
             WIDTH,
-            COLUMNS,
             CONV_ROWS,
-            VALUE_BLOCK,
         )
-        q = q / (1.0 + tl.exp(-q))
-        k = k / (1.0 + tl.exp(-k))
         v = v / (1.0 + tl.exp(-v))
-        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        qk = tl.reshape(qk / (1.0 + tl.exp(-qk)), (2, KEY_BLOCK))
+        qk = qk * tl.rsqrt(tl.sum(qk * qk, 1) + 1e-6)[:, None]
+        is_q = tl.arange(0, 2)[:, None] == 0
+        q = tl.sum(tl.where(is_q, qk, 0.0), 0) * scale
+        k = tl.sum(tl.where(is_q, 0.0, qk), 0)
         state = state * tl.exp(log_decay)
         error = beta * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * error[None, :]
@@ -234,6 +234,7 @@ def prefill_delta_net_triton(
     view: StateView,
     metadata: RecurrentMetadata,
     out: torch.Tensor,
+    tiling: DeltaNetTiling = TILING,
 ) -> None:
     """Compute the prefill chunks of a step, given q, k and v after the convolution."""
     num_tokens = len(projected)
@@ -256,7 +257,7 @@ def prefill_delta_net_triton(
         "KEY_BLOCK": max(next_power_of_2(spec.key_dim), 16),
     }
     pdl = pdl_options(device)
-    precision = "ieee" if dtype == torch.float32 else "tf32x3"
+    in_float32 = dtype == torch.float32
     max_chunks = num_tokens // CHUNK + num_prefills
     prepare_chunks_kernel[(max_chunks, heads)](
         projected,
@@ -275,11 +276,11 @@ def prefill_delta_net_triton(
         VALUE_BLOCK=max(next_power_of_2(spec.value_dim), 16),
         CHUNK=CHUNK,
         SEQUENCES=next_power_of_2(num_prefills),
-        PRECISION=precision,
-        num_warps=8,
+        PRECISION="ieee" if in_float32 else tiling.solve_precision,
+        num_warps=tiling.prepare_warps,
         **pdl,
     )
-    value_slice = min(VALUE_SLICE, max(next_power_of_2(spec.value_dim), 16))
+    value_slice = min(tiling.value_slice, max(next_power_of_2(spec.value_dim), 16))
     scan_chunks_kernel[(num_prefills, heads, -(-spec.value_dim // value_slice))](
         convolved,
         written,
@@ -297,9 +298,9 @@ def prefill_delta_net_triton(
         VALUE_BLOCK=value_slice,
         SCAN_ROWS=view.rows_per_block,
         CHUNK=CHUNK,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        num_warps=8,
-        num_stages=1 if dtype == torch.float32 else 2,
+        PRECISION="ieee" if in_float32 else "tf32",
+        num_warps=tiling.scan_warps,
+        num_stages=1 if in_float32 else tiling.scan_stages,
         **pdl,
     )
     rows_per_program = 16

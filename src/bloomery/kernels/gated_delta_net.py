@@ -22,7 +22,12 @@ from bloomery.kernels.causal_conv import (
     causal_conv_reference,
     conv_prefills_triton,
 )
-from bloomery.kernels.delta_net_kernels import decode_delta_net_triton, prefill_delta_net_triton
+from bloomery.kernels.delta_net_kernels import (
+    TILING,
+    DeltaNetTiling,
+    decode_delta_net_triton,
+    prefill_delta_net_triton,
+)
 from bloomery.kernels.launch import use_triton
 from bloomery.kernels.state_cache import (
     LayerStates,
@@ -63,6 +68,7 @@ def gated_delta_net_triton(
     spec: GatedDeltaNetSpec,
     weights: DeltaNetWeights,
     states: LayerStates,
+    tiling: DeltaNetTiling = TILING,
 ) -> torch.Tensor:
     """One kernel for the decodes, five for the prefill chunks."""
     metadata = states.metadata
@@ -73,7 +79,7 @@ def gated_delta_net_triton(
     out = projected.new_empty(len(projected), values)
     if metadata.num_decodes:
         decode_delta_net_triton(
-            projected, spec, weights.conv, *gates, (conv_view, scan_view), metadata, out
+            projected, spec, weights.conv, *gates, (conv_view, scan_view), metadata, out, tiling
         )
     if metadata.num_decodes < len(metadata.seq_lens):
         heads = ConvHeads(
@@ -88,7 +94,9 @@ def gated_delta_net_triton(
         )
         source = ConvInput(projected, 0)
         convolved = conv_prefills_triton(source, weights.conv, None, heads, conv_view, metadata)
-        prefill_delta_net_triton(projected, convolved, spec, *gates, scan_view, metadata, out)
+        prefill_delta_net_triton(
+            projected, convolved, spec, *gates, scan_view, metadata, out, tiling
+        )
     return out
 
 

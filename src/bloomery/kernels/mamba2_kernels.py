@@ -66,7 +66,6 @@ def decode_mamba2_triton(
         SCAN_ROWS=scan_view.rows_per_block,
         HEAD_BLOCK=next_power_of_2(spec.head_dim),
         STATE_BLOCK=next_power_of_2(spec.state_size),
-        COLUMNS=next_power_of_2(spec.conv_width),
         num_warps=4,
         **pdl_options(projected.device),
     )
@@ -111,7 +110,6 @@ def decode_mamba2_kernel(
     SCAN_ROWS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program computes one head of one sequence."""
@@ -152,9 +150,7 @@ def decode_mamba2_kernel(
             position,
             block_stride,
             WIDTH,
-            COLUMNS,
             CONV_ROWS,
-            HEAD_BLOCK,
         )
         b = load_scaled(row + b_channel, factors, b_channel, is_state)
         b = conv_decode_input(
@@ -167,9 +163,7 @@ def decode_mamba2_kernel(
             position,
             block_stride,
             WIDTH,
-            COLUMNS,
             CONV_ROWS,
-            STATE_BLOCK,
         )
         c = load_scaled(row + c_channel, factors, c_channel, is_state)
         c = conv_decode_input(
@@ -182,9 +176,7 @@ def decode_mamba2_kernel(
             position,
             block_stride,
             WIDTH,
-            COLUMNS,
             CONV_ROWS,
-            STATE_BLOCK,
         )
         if conv_bias is not None:
             x += tl.load(conv_bias + x_channel, mask=is_head, other=0.0)

@@ -16,7 +16,6 @@ from bloomery.kernels.causal_conv import (
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
-    next_power_of_2,
     pdl_options,
     tl,
     use_triton,
@@ -77,7 +76,6 @@ def short_conv_triton(
             WIDTH=spec.conv_width,
             CONV_ROWS=view.rows_per_block,
             CHANNELS=CHANNELS,
-            COLUMNS=next_power_of_2(spec.conv_width),
             num_warps=4,
             **pdl_options(projected.device),
         )
@@ -100,7 +98,6 @@ def decode_short_conv_kernel(
     WIDTH: tl.constexpr,
     CONV_ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program computes some channels of one sequence."""
@@ -127,9 +124,7 @@ def decode_short_conv_kernel(
             position,
             block_stride,
             WIDTH,
-            COLUMNS,
             CONV_ROWS,
-            CHANNELS,
         )
         if conv_bias is not None:
             y += tl.load(conv_bias + channel, mask=used, other=0.0)
