@@ -689,11 +689,11 @@ def tune_gemv(jobs: list[GemvJob]) -> None:
 # ---- tune: GEMM ----------------------------------------------------------------------------------
 
 
-# Tokens -> ((outputs, warps), ...) and pipeline stages to try.
+# Tokens -> ((outputs, warps), ...) and (pipeline stages, units per iteration) to try.
 GEMM_TILES = {
-    16: (((64, 4), (128, 4)), (4, 6)),
-    64: (((64, 4), (128, 4), (256, 8)), (3, 4)),
-    256: (((128, 4), (256, 8)), (3, 4)),
+    16: (((64, 4), (128, 4)), ((4, 1), (6, 1), (3, 2))),
+    64: (((64, 4), (128, 4)), ((3, 1), (4, 1), (2, 2), (3, 2), (2, 4))),
+    256: (((128, 4), (256, 8)), ((3, 1), (4, 1))),
 }
 # Layer -> split-K to try.
 GEMM_SPLITS = {"o": (1, 2, 4, 8), "up": (1, 2), "down": (1, 2, 4, 8)}
@@ -702,10 +702,17 @@ GEMM_SPLITS = {"o": (1, 2, 4, 8), "up": (1, 2), "down": (1, 2, 4, 8)}
 def gemm_tuning_jobs(selected: str) -> list[GemmJob]:
     """All GEMM tilings to time, for the layers of OctoCoder."""
     return [
-        (layer, name, tokens, PackedGemmTiling(min(tokens, 128), outputs, warps, stages, split_k))
+        (
+            layer,
+            name,
+            tokens,
+            PackedGemmTiling(min(tokens, 128), outputs, warps, stages, split_k, units_per_iter),
+        )
         for layer, name, tokens in product(GEMM_SPLITS, ("int4", "int8", "nf4"), GEMM_TILES)
         if selected in f"gemm {layer} {name} {tokens}"
-        for (outputs, warps), stages, split_k in product(*GEMM_TILES[tokens], GEMM_SPLITS[layer])
+        for (outputs, warps), (stages, units_per_iter), split_k in product(
+            *GEMM_TILES[tokens], GEMM_SPLITS[layer]
+        )
     ]
 
 
