@@ -369,7 +369,8 @@ def decode_case(spec: AttentionSpec, batch_size: int, seq_len: int) -> Attention
 def time_decode(case: AttentionCase, backend: TritonPagedAttention) -> TimedStep:
     """Attend over several copies of the KV cache, as the layers of a model do."""
     spec = case.spec
-    positions = int(case.metadata.seq_lens.clamp(max=visible_positions(spec)).sum())
+    max_visible = min(visible_positions(spec), 2**31 - 1)
+    positions = int(case.metadata.seq_lens.clamp(max=max_visible).sum())
     cache_bytes = 4 * positions * spec.num_kv_heads * spec.head_dim
     copies = min(31, (1 << 29) // cache_bytes)
     caches = [case.cache, *(case.cache.clone() for _ in range(copies))]

@@ -119,7 +119,9 @@ def start_compiling(missing: MissingKernels) -> Callable[[], None]:
     def compile_one(specialization: str) -> float:
         started = time.monotonic()
         torch.cuda.set_device(device)  # of this thread
-        kernels[specialization].preload(specialization)
+        compiled = kernels[specialization].preload(specialization)
+        if compiled is not None:
+            _ = compiled.run  # compiles the launcher in C and loads the kernel into the context
         return time.monotonic() - started
 
     start = time.monotonic()

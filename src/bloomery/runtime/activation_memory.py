@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,13 @@ SHORT_PROMPT = 128  # positions
 CHUNK_MULTIPLE = 256  # positions; a chunk of a long prompt starts at a multiple of this
 
 
+class ActivationMemory(NamedTuple):
+    """Bytes that steps take besides weights and KV cache. Graphs have their own memory."""
+
+    step: int
+    graphs: int
+
+
 @torch.inference_mode()
 def measure_activation_memory(
     decoder: Decoder,
@@ -36,15 +43,12 @@ def measure_activation_memory(
     plan: EnginePlan,
     kv_cache_dtype: torch.dtype,
     captured_tokens: int = 0,
-) -> int:
-    """Return the bytes of the largest step plus those of the largest CUDA graph.
-
-    The graph has `captured_tokens` positions. It has its own memory, so both are added.
-    """
-    num_bytes = LargestStep(decoder, backend, plan, kv_cache_dtype).measure(captured_tokens)
+) -> ActivationMemory:
+    """Measure the largest step, and the largest CUDA graph: one of `captured_tokens` positions."""
+    memory = LargestStep(decoder, backend, plan, kv_cache_dtype).measure(captured_tokens)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # returns the memory of the measurement's own KV cache
-    return num_bytes
+    return memory
 
 
 class LargestStep:
@@ -67,15 +71,15 @@ class LargestStep:
         cache = single_table_cache(decoder.spec, plan.block_size, kv_cache_dtype)
         self.caches = cache.allocate(self.num_blocks, self.device)
 
-    def measure(self, captured_tokens: int) -> int:
-        """Return the bytes of the largest step, a long context and the largest CUDA graph."""
+    def measure(self, captured_tokens: int) -> ActivationMemory:
+        """Measure the largest step, with a long context, and the largest CUDA graph."""
         graph_bytes = 0
         if captured_tokens:
             graph_bytes = self.peak_bytes(
                 self.run_captured_step, min(captured_tokens, self.num_tokens)
             )
         step_bytes = self.peak_bytes(self.run_step, self.num_tokens)
-        return step_bytes + self.measure_context() + graph_bytes
+        return ActivationMemory(step_bytes + self.measure_context(), graph_bytes)
 
     def split_into_prompts(self, num_tokens: int) -> list[int]:
         """Split a number of tokens into as few prompts as possible; the shortest comes first."""

@@ -28,7 +28,7 @@ from bloomery.runtime.kv_cache import StageCache
 from bloomery.runtime.rows import RequestRows
 from bloomery.runtime.runner import GraphPool, ModelForward, ModelRunner
 from bloomery.runtime.sampler import Sampler
-from bloomery.runtime.step_batch import NUM_PREFILL_SLOTS
+from bloomery.runtime.step_batch import NUM_PREFILL_SLOTS, decode_shape
 
 NUM_BLOCKS = 16  # of the KV cache of the captured steps
 # Tokens of the steps that run once, beyond the captured ones. The matrix library loads a kernel
@@ -61,9 +61,11 @@ def compile_step_kernels(
     discovery.capture_all(unmeasured_prefills(specs, decoder.dtype, cache.dtype, decoder.device))
     wait_for_step = discovery.start_compiling()
     runner = build_small_runner(small_decoder, small_cache, plan, backend, discovery.pool)
-    for shape in runner.list_captured_shapes(
+    shapes = runner.list_captured_shapes(
         with_masked=False, with_adapters=decoder.adapter_memory is not None
-    ):
+    )
+    masked_shapes = (decode_shape(1, is_masked=True), *runner.sizes.sampling_shapes()[:1])
+    for shape in (*shapes, *masked_shapes):
         runner.capture(shape, discovery.missing)
     wait_for_captured = discovery.start_compiling()
     wait_for_step()

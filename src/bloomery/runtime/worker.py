@@ -274,6 +274,7 @@ class Worker:
         """Fit the KV cache into memory and allocate it, with one more block: the null block."""
         plan = self.plan
         cache = self.cache
+        self.step_bytes = 0  # of memory for the activations of a GPU's largest step
         reserved_bytes = self._measure_reserved_bytes()
         self.start_timer.end("activation memory")
         size = fit_kv_cache(plan, cache, self.device, reserved_bytes, self.mesh)
@@ -290,15 +291,18 @@ class Worker:
         """Return the GPU bytes that steps and CUDA graphs may take besides weights and KV cache."""
         if self.device.type == "cpu":
             return 0
-        activation_bytes = measure_activation_memory(
+        activations = measure_activation_memory(
             self.decoder, self.backend, self.plan, self.kv_cache_dtype, self._captured_tokens()
         )
+        self.step_bytes = activations.step
         # Steps with adapters have graphs of their own.
         num_kinds = 1 if self.adapters is None else 2
         sampler_bytes = count_sampler_bytes(
             self.plan.max_num_seqs + 1, self.decoder.spec.vocab, NUM_PREFILL_SLOTS
         )
-        return activation_bytes + sampler_bytes + num_kinds * GRAPH_OVERHEAD_BYTES
+        return (
+            activations.step + activations.graphs + sampler_bytes + num_kinds * GRAPH_OVERHEAD_BYTES
+        )
 
     def _captured_tokens(self) -> int:
         """Positions of the largest CUDA graph."""
@@ -427,8 +431,16 @@ class Worker:
                 compile_kernels(missing)
                 remaining = incomplete
         self.runner.release_incomplete_graphs()
+        self._keep_step_memory()
         self.start_timer.end(f"{len(shapes)} CUDA graphs")
         log.info("the worker started: %s", self.start_timer)
+
+    def _keep_step_memory(self) -> None:
+        """Let torch take the memory of steps without a graph from the driver, and keep it.
+
+        Otherwise the first long prompt would wait for that.
+        """
+        torch.empty(self.step_bytes, dtype=torch.uint8, device=self.device)
 
     # ---- adapters --------------------------------------------------------------------------------
 
