@@ -64,8 +64,7 @@ def compile_step_kernels(
     shapes = runner.list_captured_shapes(
         with_masked=False, with_adapters=decoder.adapter_memory is not None
     )
-    masked_shapes = (decode_shape(1, is_masked=True), *runner.sizes.sampling_shapes()[:1])
-    for shape in (*shapes, *masked_shapes):
+    for shape in (*shapes, decode_shape(1, is_masked=True)):
         runner.capture(shape, discovery.missing)
     wait_for_captured = discovery.start_compiling()
     wait_for_step()
