@@ -232,6 +232,7 @@ def check_kernels() -> None:
     from bloomery.kernels.lora import (
         LoraMatrices,
         LoraRows,
+        group_rows,
         lora_expand_reference,
         lora_expand_triton,
         lora_shrink_reference,
@@ -259,7 +260,8 @@ def check_kernels() -> None:
             for distinct in (1, NUM_ADAPTERS)[: 1 + (rows > 1)]:
                 slots = (torch.arange(rows, device=device) % (distinct + 1) - 1).int()
                 slots[0] = 0
-                lora_rows = LoraRows(slots)
+                groups = group_rows(slots, NUM_ADAPTERS) if rows > 1 else None
+                lora_rows = LoraRows(slots, None, groups)
                 x = torch.randn(rows, inputs, device=device).bfloat16()
                 y = torch.randn(rows, outputs, device=device).bfloat16()
                 expected = y.clone()

@@ -12,6 +12,8 @@ from bloomery.kernels.lora import (
     FusedLora,
     LoraMatrices,
     LoraRows,
+    group_rows,
+    group_rows_reference,
     lora_bias,
     lora_expand_reference,
     lora_expand_triton,
@@ -55,9 +57,30 @@ def check_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     assert (actual.float() - expected.float()).abs().max() <= limit * expected.abs().max()
 
 
+@pytest.mark.parametrize("num_rows", [2, 40, 200])
+def test_rows_are_grouped_by_adapter(num_rows: int) -> None:
+    torch.manual_seed(num_rows)
+    slots = torch.randint(-1, SLOTS, (num_rows,), dtype=torch.int32)
+    expected = group_rows_reference(slots, SLOTS)
+    actual = group_rows(slots, SLOTS)
+    assert torch.equal(actual.slots, expected.slots)
+    used = expected.slots >= 0
+    assert torch.equal(actual.rows[used], expected.rows[used])
+    assert (
+        sorted(expected.rows[expected.rows >= 0].tolist()) == slots.ge(0).nonzero()[:, 0].tolist()
+    )
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("num_rows, inputs, parts, rank, top_k, dtype", SHAPES)
 def test_kernels_equal_reference(
-    num_rows: int, inputs: int, parts: tuple[int, ...], rank: int, top_k: int, dtype: torch.dtype
+    num_rows: int,
+    inputs: int,
+    parts: tuple[int, ...],
+    rank: int,
+    top_k: int,
+    dtype: torch.dtype,
+    is_grouped: bool,
 ) -> None:
     torch.manual_seed(num_rows)
     num_experts = 3 if top_k else 1
@@ -67,7 +90,7 @@ def test_kernels_equal_reference(
     experts = None
     if top_k:  # an id outside of the range has no matrix
         experts = torch.randint(-1, num_experts + 1, (num_rows, top_k), dtype=torch.int32)
-    rows = LoraRows(slots, experts)
+    rows = LoraRows(slots, experts, group_rows(slots, SLOTS) if is_grouped else None)
     count = num_rows * max(1, top_k)
     x = torch.randn(count, inputs).to(dtype)
     expected_low = lora_shrink_reference(x, matrices, rows)

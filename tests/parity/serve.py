@@ -102,7 +102,12 @@ def prompt_logits(model: Path | None, tokens: list[int], max_len: int) -> torch.
 
 
 @torch.inference_mode()
-def decoder_logits(decoder: Decoder, tokens: list[int], max_len: int) -> torch.Tensor:
+def decoder_logits(
+    decoder: Decoder,
+    tokens: list[int],
+    max_len: int,
+    adapter_slots: torch.Tensor | None = None,
+) -> torch.Tensor:
     decoder.build_rope_cache(max_len)
     num_tokens = len(tokens)
     block_size = 16
@@ -129,6 +134,7 @@ def decoder_logits(decoder: Decoder, tokens: list[int], max_len: int) -> torch.T
         backend,
         plan_attention(backend, [metadata]),
         states=states,
+        adapter_slots=adapter_slots,
     )
     return decoder.logits(hidden)
 

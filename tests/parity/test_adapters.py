@@ -72,10 +72,8 @@ def adapter_logits(loaded: LoadedModel, adapter: Path, tokens: list[int]) -> tor
     reader = loaded.adapter_reader
     assert reader is not None
     reader.memory.load(1, reader.read(str(adapter)))
-    reader.memory.batch.begin(torch.ones(len(tokens), dtype=torch.int32))
-    logits = decoder_logits(loaded.decoder, tokens, 64)
-    reader.memory.batch.begin(None)
-    return logits
+    slots = torch.ones(len(tokens), dtype=torch.int32)
+    return decoder_logits(loaded.decoder, tokens, 64, slots)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ from bloomery.native.thread_pool import ThreadPool
 # most blocks have one adapter, and a program takes all adapters of its block one after another.
 MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
-MAX_SPLITS = 16  # programs among which the columns of A are divided
+MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
 FUSED_SHRINKS = 32  # programs of a fused kernel that shrink
 
 
@@ -47,6 +47,8 @@ class AdapterBatch:
     def __init__(self) -> None:
         # [linear layers] int32: see FusedLora. None on a CPU.
         self.counters: torch.Tensor | None = None
+        self.num_slots = 0  # on the device; 0: rows are not grouped
+        self.groups: RowGroups | None = None
         self.slots: torch.Tensor | None = None  # [rows] int32, -1: none; None: no row has one
         self.all_slots: torch.Tensor | None = None  # of all rows of the forward pass
 
@@ -54,6 +56,7 @@ class AdapterBatch:
         """Set the slots of a forward pass."""
         self.slots = slots
         self.all_slots = slots
+        self._group_rows()
         if slots is not None and len(slots) == 1 and self.counters is not None:
             self.counters.zero_()
 
@@ -62,6 +65,20 @@ class AdapterBatch:
         self.slots = self.all_slots
         if self.slots is not None and rows is not None:
             self.slots = self.slots[rows]
+        self._group_rows()
+
+    def _group_rows(self) -> None:
+        """Group the rows by adapter for the kernels of a GPU."""
+        self.groups = None
+        if self.slots is not None and len(self.slots) > 1 and self.num_slots:
+            self.groups = group_rows(self.slots, self.num_slots)
+
+
+class RowGroups(NamedTuple):
+    """The rows of a step in blocks, each of one adapter; -1: none."""
+
+    rows: torch.Tensor  # [blocks, rows of a block] int32
+    slots: torch.Tensor  # [blocks] int32
 
 
 class LoraMatrices(NamedTuple):
@@ -94,6 +111,7 @@ class LoraRows(NamedTuple):
     # [tokens, choices] int32: each token has a row for each of its experts; ids outside of the
     # range have none.
     experts: torch.Tensor | None = None
+    groups: RowGroups | None = None  # of the tokens, where it is known; not used with experts
 
     def matrix_rows(self, num_experts: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield each slot and expert in use and its rows; waits for the device."""
@@ -181,11 +199,112 @@ def lora_bias(
     return out[0]
 
 
-def select_row_block(num_rows: int, num_matrices: int) -> tuple[int, int]:
-    """Return the rows of a block, and the programs among which its adapters are divided."""
-    if num_rows > MAX_PARALLEL_ROWS:
-        return 64, 1
-    return 16, min(16, num_rows, num_matrices)
+def block_rows_of(num_rows: int) -> int:
+    """Return how many rows a program multiplies."""
+    return 16 if num_rows <= MAX_PARALLEL_ROWS else 64
+
+
+class RowBlocks(NamedTuple):
+    """How the rows of a product are divided among programs."""
+
+    size: int
+    parallel: int  # programs among which the adapters of a block are divided
+    programs: int
+
+    @classmethod
+    def of(cls, rows: LoraRows, num_rows: int, num_matrices: int) -> RowBlocks:
+        """Choose the blocks: those of the groups, or neighbouring rows."""
+        size = block_rows_of(num_rows)
+        if rows.groups is not None and rows.experts is None:
+            return cls(size, 1, len(rows.groups.slots))
+        parallel = 1 if num_rows > MAX_PARALLEL_ROWS else min(16, num_rows, num_matrices)
+        return cls(size, parallel, -(-num_rows // size) * parallel)
+
+
+def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
+    """Group the rows by their slot: slots [rows] int32, -1 for none. Needs Triton."""
+    num_rows = len(slots)
+    size = block_rows_of(num_rows)
+    num_blocks = num_rows // size + min(num_slots, num_rows)
+    rows = torch.empty(num_blocks, size, dtype=torch.int32, device=slots.device)
+    block_slots = torch.empty(num_blocks, dtype=torch.int32, device=slots.device)
+    group_rows_kernel[(num_slots + 1,)](
+        slots,
+        rows,
+        block_slots,
+        num_rows,
+        num_blocks,
+        num_slots,
+        SLOTS_POW2=next_power_of_2(num_slots),
+        SIZE=size,
+        WIDTH=min(256, max(16, next_power_of_2(num_rows))),
+        num_warps=4,
+        **pdl_options(slots.device),
+    )
+    return RowGroups(rows, block_slots)
+
+
+def group_rows_reference(slots: torch.Tensor, num_slots: int) -> RowGroups:
+    """The same as `group_rows`, in torch."""
+    num_rows = len(slots)
+    size = block_rows_of(num_rows)
+    num_blocks = num_rows // size + min(num_slots, num_rows)
+    rows = torch.full((num_blocks, size), -1, dtype=torch.int32)
+    block_slots = torch.full((num_blocks,), -1, dtype=torch.int32)
+    block = 0
+    for slot in range(num_slots):
+        own = (slots == slot).nonzero()[:, 0]
+        count = -(-len(own) // size)
+        rows[block : block + count].view(-1)[: len(own)] = own.int()
+        block_slots[block : block + count] = slot
+        block += count
+    return RowGroups(rows, block_slots)
+
+
+@jit(do_not_specialize=["num_rows", "num_blocks", "num_slots"])
+def group_rows_kernel(
+    slots,  # [num_rows]
+    rows,  # [num_blocks, SIZE]
+    block_slots,  # [num_blocks]
+    num_rows,
+    num_blocks,
+    num_slots,
+    SLOTS_POW2: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program places the rows of one slot; the last one marks the blocks that are not used."""
+    # Without `launch_dependents`: later kernels read the groups before their own wait.
+    wait_for_previous(PDL)
+    own = tl.program_id(0)
+    s = tl.arange(0, SLOTS_POW2)
+    counts = tl.zeros([SLOTS_POW2], tl.int32)
+    for start in range(0, num_rows, WIDTH):
+        row = start + tl.arange(0, WIDTH)
+        slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+        counts += tl.sum((slot[None, :] == s[:, None]).to(tl.int32), 1)
+    blocks = (counts + SIZE - 1) // SIZE
+    first = tl.sum(tl.where(s < own, blocks, 0), 0)
+    if own == num_slots:
+        for start in range(first, num_blocks, WIDTH):
+            block = start + tl.arange(0, WIDTH)
+            tl.store(block_slots + block, -1, mask=block < num_blocks)
+    else:
+        count = tl.sum(tl.where(s == own, counts, 0), 0)
+        num_own = (count + SIZE - 1) // SIZE
+        place = first * SIZE
+        for start in range(0, num_rows, WIDTH):
+            row = start + tl.arange(0, WIDTH)
+            is_own = tl.load(slots + row, mask=row < num_rows, other=-1) == own
+            index = place + tl.cumsum(is_own.to(tl.int32), 0) - 1
+            tl.store(rows + index, row, mask=is_own)
+            place += tl.sum(is_own.to(tl.int32), 0)
+        filler = place + tl.arange(0, SIZE)
+        tl.store(rows + filler, -1, mask=filler < (first + num_own) * SIZE)
+        for start in range(0, num_own, WIDTH):
+            block = start + tl.arange(0, WIDTH)
+            tl.store(block_slots + first + block, own, mask=block < num_own)
 
 
 def lora_shrink_triton(
@@ -196,16 +315,19 @@ def lora_shrink_triton(
     num_rows, inputs = x.shape
     num_slots, num_experts, width, _ = matrices.a.shape
     if splits is None:
-        splits = min(MAX_SPLITS, -(-inputs // SHRINK_COLUMNS))
+        most = 2 * MAX_SPLITS if num_rows == 1 else MAX_SPLITS
+        splits = min(most, -(-inputs // SHRINK_COLUMNS))
     out = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
-    block_rows, parallel = select_row_block(num_rows, num_slots * num_experts)
+    blocks = RowBlocks.of(rows, num_rows, num_slots * num_experts)
     block_width = 16 if num_rows <= MAX_PARALLEL_ROWS else min(64, next_power_of_2(width))
-    grid = (-(-num_rows // block_rows) * parallel, -(-width // block_width), splits)
+    grid = (blocks.programs, -(-width // block_width), splits)
+    groups = rows.groups or RowGroups(rows.slots, rows.slots)
     lora_shrink_kernel[grid](
         x,
         matrices.a,
         rows.slots,
         rows.slots if rows.experts is None else rows.experts,
+        *groups,
         out,
         num_rows,
         matrices.a.stride(0),
@@ -215,8 +337,9 @@ def lora_shrink_triton(
         NUM_EXPERTS=num_experts,
         HAS_EXPERTS=rows.experts is not None,
         ROWS_PER_TOKEN=num_rows // len(rows.slots),
-        PARALLEL=parallel,
-        BLOCK_ROWS=block_rows,
+        GROUPED=rows.groups is not None and rows.experts is None,
+        PARALLEL=blocks.parallel,
+        BLOCK_ROWS=blocks.size,
         BLOCK_WIDTH=block_width,
         BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
@@ -240,9 +363,12 @@ def lora_expand_triton(
     """
     num_slots, num_experts, outputs, rank = matrices.b.shape
     splits, num_rows, width = shrunk.shape
-    block_rows, parallel = select_row_block(num_rows, num_slots * num_experts)
-    block_out = 64 if outputs <= 8192 else 128
-    grid = (-(-num_rows // block_rows) * parallel, -(-outputs // block_out))
+    blocks = RowBlocks.of(rows, num_rows, num_slots * num_experts)
+    block_out = 64
+    if num_rows > 1:
+        block_out = 128 if outputs <= 8192 or blocks.size > 16 else 256
+    grid = (blocks.programs, -(-outputs // block_out))
+    groups = rows.groups or RowGroups(rows.slots, rows.slots)
     bias = matrices.bias
     lora_expand_kernel[grid](
         shrunk,
@@ -252,6 +378,7 @@ def lora_expand_triton(
         y if start is None else start,
         rows.slots,
         rows.slots if rows.experts is None else rows.experts,
+        *groups,
         y,
         num_rows,
         matrices.b.stride(0),
@@ -268,8 +395,9 @@ def lora_expand_triton(
         HAS_BIAS=bias is not None,
         HAS_START=start is not None,
         ACCUMULATES=accumulates,
-        PARALLEL=parallel,
-        BLOCK_ROWS=block_rows,
+        GROUPED=rows.groups is not None and rows.experts is None,
+        PARALLEL=blocks.parallel,
+        BLOCK_ROWS=blocks.size,
         BLOCK_OUT=block_out,
         PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
         num_warps=4,
@@ -313,11 +441,45 @@ def rank_distinct(matrix, BLOCK_ROWS: tl.constexpr):
 
 
 @jit
+def locate_rows(
+    slots,
+    experts,
+    group_rows,
+    group_slots,
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+    ROWS_PER_TOKEN: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PARALLEL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Return the rows of a program, the matrix of each, its number, and how many there are."""
+    i = tl.arange(0, BLOCK_ROWS)
+    if GROUPED:
+        block = tl.program_id(0)
+        slot = tl.load(group_slots + block)
+        count = tl.where(slot >= 0, 1, 0)
+        row = tl.load(group_rows + block * BLOCK_ROWS + i, mask=i < count * BLOCK_ROWS, other=-1)
+        matrix = tl.where(row >= 0, slot, -1)
+        number = tl.where(row >= 0, 0, -1)
+    else:
+        row = tl.program_id(0) // PARALLEL * BLOCK_ROWS + i
+        matrix = load_matrix_ids(
+            slots, experts, row, num_rows, NUM_EXPERTS, HAS_EXPERTS, ROWS_PER_TOKEN
+        )
+        number, count = rank_distinct(matrix, BLOCK_ROWS)
+    return row, matrix, number, count
+
+
+@jit
 def lora_shrink_kernel(
     x,  # [num_rows, INPUTS]
     a,  # [slots, NUM_EXPERTS, WIDTH, INPUTS]
     slots,  # [num_rows / ROWS_PER_TOKEN]
     experts,  # [num_rows]
+    group_rows,  # [blocks, BLOCK_ROWS]
+    group_slots,  # [blocks]
     out,  # [splits, num_rows, WIDTH]
     num_rows,
     slot_stride,
@@ -327,6 +489,7 @@ def lora_shrink_kernel(
     NUM_EXPERTS: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
     ROWS_PER_TOKEN: tl.constexpr,
+    GROUPED: tl.constexpr,
     PARALLEL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -338,11 +501,19 @@ def lora_shrink_kernel(
     launch_dependents(PDL)
     if HAS_EXPERTS:
         wait_for_previous(PDL)  # the router of this step writes the experts
-    row = tl.program_id(0) // PARALLEL * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    matrix = load_matrix_ids(
-        slots, experts, row, num_rows, NUM_EXPERTS, HAS_EXPERTS, ROWS_PER_TOKEN
+    row, matrix, number, count = locate_rows(
+        slots,
+        experts,
+        group_rows,
+        group_slots,
+        num_rows,
+        NUM_EXPERTS,
+        HAS_EXPERTS,
+        ROWS_PER_TOKEN,
+        GROUPED,
+        PARALLEL,
+        BLOCK_ROWS,
     )
-    number, count = rank_distinct(matrix, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     is_column = column < WIDTH
     split = tl.program_id(2)
@@ -384,6 +555,8 @@ def lora_expand_kernel(
     start,  # [OUTPUTS]
     slots,  # [num_rows / ROWS_PER_TOKEN]
     experts,  # [num_rows]
+    group_rows,  # [blocks, BLOCK_ROWS]
+    group_slots,  # [blocks]
     y,  # [num_rows, OUTPUTS]
     num_rows,
     slot_stride,
@@ -400,6 +573,7 @@ def lora_expand_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_START: tl.constexpr,
     ACCUMULATES: tl.constexpr,
+    GROUPED: tl.constexpr,
     PARALLEL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -413,11 +587,19 @@ def lora_expand_kernel(
     launch_dependents(PDL)
     if HAS_EXPERTS:
         wait_for_previous(PDL)  # the router of this step writes the experts
-    row = tl.program_id(0) // PARALLEL * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    matrix = load_matrix_ids(
-        slots, experts, row, num_rows, NUM_EXPERTS, HAS_EXPERTS, ROWS_PER_TOKEN
+    row, matrix, number, count = locate_rows(
+        slots,
+        experts,
+        group_rows,
+        group_slots,
+        num_rows,
+        NUM_EXPERTS,
+        HAS_EXPERTS,
+        ROWS_PER_TOKEN,
+        GROUPED,
+        PARALLEL,
+        BLOCK_ROWS,
     )
-    number, count = rank_distinct(matrix, BLOCK_ROWS)
     output = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_output = output < OUTPUTS
     r = tl.arange(0, RANK_POW2)

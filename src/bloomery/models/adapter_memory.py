@@ -170,6 +170,7 @@ class AdapterMemory:
         size = (FUSED_SHRINKS + 1) * width
         workspace = torch.zeros(size, dtype=torch.float32, device=self.device)
         self.batch.counters = counters
+        self.batch.num_slots = self.num_slots
         for adapters, counter in zip(inner, counters.split(1)):
             adapters.counter = counter
             adapters.workspace = workspace

@@ -302,6 +302,7 @@ class Decoder:
         hidden: torch.Tensor | None = None,
         layer_tables: Sequence[int] = (),
         states: Sequence[LayerStates | None] = (),
+        adapter_slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """token_ids, positions [n] -> hidden states [n, hidden], ready for `logits`.
 
@@ -312,7 +313,10 @@ class Decoder:
         last layer computes only keys and values.
         `hidden` [n, hidden]: the states from the previous pipeline stage. A stage that is not the
         last one returns such states.
+        `adapter_slots` [n]: the device slot of each token's LoRA adapter, if any token has one.
         """
+        if self.adapter_memory is not None:
+            self.adapter_memory.batch.begin(adapter_slots)
         x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
         contexts = self._forward_contexts(positions, backend, steps)
         layer_tables = layer_tables or (0,) * len(self.layers)

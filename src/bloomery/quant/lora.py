@@ -82,7 +82,7 @@ class LinearAdapters:
         slots = self.batch.slots
         if slots is None or self.matrices is None:
             return y
-        rows = LoraRows(slots, experts)
+        rows = LoraRows(slots, experts, self.batch.groups)
         shrunk = lora_shrink(x, self.matrices, rows, pool)
         lora_expand(shrunk, self.matrices, rows, y, pool)
         return y
@@ -169,5 +169,5 @@ class EmbeddingAdapters:
         dtype = torch.float32
         shrunk = x.new_empty(shape, dtype=dtype) if pool is None else pool.empty(shape, dtype)
         lora_lookup(token_ids, self.lookup, slots, self.tables.first_id, shrunk, None, pool)
-        lora_expand(shrunk, matrices, LoraRows(slots), x, pool)
+        lora_expand(shrunk, matrices, LoraRows(slots, None, self.batch.groups), x, pool)
         return x

@@ -109,8 +109,6 @@ class ModelForward:
         states: Sequence[RecurrentMetadata] = (),
         adapter_slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self.decoder.adapter_memory is not None:
-            self.decoder.adapter_memory.batch.begin(adapter_slots)
         layer_states = [
             None if place is None else LayerStates(place[0], states[place[1]])
             for place in self.states
@@ -129,6 +127,7 @@ class ModelForward:
             received,
             self.layer_tables,
             layer_states,
+            adapter_slots,
         )
         if self.pipe is not None:
             self.pipe.send(hidden)
