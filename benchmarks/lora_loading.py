@@ -1,15 +1,10 @@
-"""LoRA adapters beside running streams: stalls while adapters load, and throughput with many.
+"""What running streams notice of LoRA adapters that are loaded meanwhile.
 
-    PYTHONPATH=src:. python3 benchmarks/lora_loading.py stalls llama-8b --loads 100 --streams 32
-    PYTHONPATH=src:. python3 benchmarks/lora_loading.py skewed llama-8b --adapters 256 --slots 32
+    PYTHONPATH=src:. python3 benchmarks/lora_loading.py llama-8b --loads 100 --streams 32
 
-`stalls` runs streams, some with adapters, and loads adapters while they run. It prints the
-inter-token latency without loads and during the loads: median, 99th percentile and longest gap.
-The longest gap during the loads should be at most twice the longest one without.
-
-`skewed` registers adapters and sends requests whose adapters are Zipf distributed, then the same
-requests without adapters. It prints the throughput of both, and how often slots and host memory
-changed their adapters.
+Runs streams, half of them with adapters, and loads other adapters from disk. Prints the inter-token
+latency without loads and during the loads: median, 99th percentile and longest gap. The longest gap
+during the loads should be at most twice the longest one without.
 
 Weights and adapters are random and have real shapes: the adapters change all linear layers. Only
 --files different ones are written; the others are links to them. For a CPU: llama-1b --layers 2
@@ -63,7 +58,7 @@ def linear_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def write_adapters(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> list[Path]:
-    """Write --files random adapters, and links to them until there are --adapters folders."""
+    """Write --files random adapters, and links to them until there are --loads folders."""
     shapes = linear_shapes(config)
     settings = {
         "peft_type": "LORA",
@@ -73,7 +68,7 @@ def write_adapters(folder: Path, config: dict[str, Any], args: argparse.Namespac
         "bias": "none",
     }
     paths = []
-    for number in range(max(args.adapters, args.loads)):
+    for number in range(args.loads):
         path = folder / f"adapter{number}"
         path.mkdir()
         (path / "adapter_config.json").write_text(json.dumps(settings))
@@ -106,7 +101,7 @@ def create_engine(folder: Path, config: dict[str, Any], args: argparse.Namespace
         enable_lora=True,
         max_loras=args.slots,
         max_lora_rank=args.rank,
-        max_cpu_loras=args.host or max(args.adapters, args.slots),
+        max_cpu_loras=args.host,
         max_model_len=4096,
         progress=True,
         **{name: json.loads(value) for name, value in options.items()},
@@ -116,9 +111,6 @@ def create_engine(folder: Path, config: dict[str, Any], args: argparse.Namespace
 def load_adapter(engine: AsyncLLM, path: Path) -> Future[AdapterInfo]:
     loading = engine.client.load_adapter(f"load-{path.name}", str(path))
     return asyncio.run_coroutine_threadsafe(loading, engine.client_loop)
-
-
-# ---- stalls --------------------------------------------------------------------------------------
 
 
 class GapRecorder:
@@ -192,73 +184,18 @@ async def measure_stalls(engine: AsyncLLM, paths: list[Path], args: argparse.Nam
     print(json.dumps({"longest_gap_ratio": round(loading / usual, 2), "promise": 2.0}))
 
 
-# ---- many adapters -------------------------------------------------------------------------------
-
-
-async def measure_throughput(
-    engine: AsyncLLM, adapters: Sequence[LoRARequest | None], args: argparse.Namespace
-) -> float:
-    """Answer one request for each entry, --streams at once; returns output tokens per second."""
-    rng = Random(1)
-    params = SamplingParams(
-        temperature=0.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False
-    )
-    places = asyncio.Semaphore(args.streams)
-
-    async def answer(adapter: LoRARequest | None, prompt: list[int]) -> None:
-        async with places, aclosing(engine.stream(prompt, params, adapter)) as deltas:
-            async for _ in deltas:
-                pass
-
-    begin = time.perf_counter()
-    prompts = [[rng.randrange(3, 1000) for _ in range(PROMPT_TOKENS)] for _ in adapters]
-    await asyncio.gather(*map(answer, adapters, prompts))
-    return len(adapters) * args.tokens / (time.perf_counter() - begin)
-
-
-async def measure_skewed(engine: AsyncLLM, paths: list[Path], args: argparse.Namespace) -> None:
-    registered = [
-        LoRARequest(f"adapter{number}", number + 1, str(path))
-        for number, path in enumerate(paths[: args.adapters])
-    ]
-    weights = [1 / (rank + 1) ** args.zipf for rank in range(len(registered))]
-    choices = Random(2).choices(registered, weights, k=args.requests)
-    nothing: list[LoRARequest | None] = [None] * args.requests
-    await measure_throughput(engine, nothing[: args.streams], args)
-    await measure_throughput(engine, choices[: args.streams], args)
-    for number in range(args.rounds):
-        base = await measure_throughput(engine, nothing, args)
-        before = engine.stats
-        adapted = await measure_throughput(engine, choices, args)
-        after = engine.stats
-        result = {
-            "round": number,
-            "base_tok_s": round(base, 1),
-            "adapters_tok_s": round(adapted, 1),
-            "share": round(adapted / base, 3),
-            "slot_loads": after.adapter_slot_loads - before.adapter_slot_loads,
-            "file_loads": after.adapter_file_loads - before.adapter_file_loads,
-        }
-        print(json.dumps(result), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("mode", choices=("stalls", "skewed"))
     parser.add_argument("shape", choices=[name for name in SHAPES if name.startswith("llama")])
     parser.add_argument("--layers", type=int, help="default: those of the shape")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", type=int, default=256)
-    parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--host", type=int, help="adapters in host memory; default: all")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--host", type=int, default=64, help="adapters in host memory")
     parser.add_argument("--files", type=int, default=4, help="different files on the disk")
     parser.add_argument("--loads", type=int, default=100)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=8.0, help="of a span without loads")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=64, help="output of each request")
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the popularity")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON")
     args = parser.parse_args()
     config = dict(SHAPES[args.shape])
@@ -267,9 +204,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = write_adapters(Path(folder), config, args)
         engine = create_engine(Path(folder), config, args)
-        measure = measure_stalls if args.mode == "stalls" else measure_skewed
         try:
-            asyncio.run(measure(engine, paths, args))
+            asyncio.run(measure_stalls(engine, paths, args))
         finally:
             engine.close()
 

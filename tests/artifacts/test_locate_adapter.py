@@ -87,7 +87,8 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
     allow_list = AdapterAllowList([str(allowed), "org/*", "other/one"])
     assert allow_list.find_source("team/sql") == str(inside)
     assert allow_list.find_source("poet.gguf") == str(allowed / "poet.gguf")
-    for name in ("../outside", str(outside), "link", ".", "", "team", "nothing"):
+    aliases = (str(inside), "./team/sql", "team//sql", "team/sql/", "team/../team/sql")
+    for name in ("../outside", str(outside), "link", ".", "", "team", "nothing", *aliases):
         assert allow_list.find_source(name) is None, name
     assert allow_list.find_source("org/any") == "org/any"
     assert allow_list.find_source("other/one@v1") == "other/one@v1"

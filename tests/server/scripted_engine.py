@@ -133,8 +133,7 @@ class ScriptedExecutor(FakeExecutor):
         if request.pooling is not None:
             embedding = self.embedding(prefix, request.pooling)
             return SampledTokens(scheduled.sequence, embedding=embedding)
-        adapter = self.device_adapters[request.lora_slot]
-        token = self.next_token(prefix, request, adapter)
+        token = self.next_token(prefix, request)
         if mask is not None:
             token = self.allowed_token(prefix, token, mask)
         row.tokens.append(token)
@@ -143,11 +142,11 @@ class ScriptedExecutor(FakeExecutor):
             logprobs = (self.logprob(prefix, token, request.sampling.logprobs),)
         return SampledTokens(scheduled.sequence, (token,), logprobs, tuple(prompt_logprobs))
 
-    def next_token(self, prefix: list[int], request: NewRequestData, adapter: str = "") -> int:
+    def next_token(self, prefix: list[int], request: NewRequestData) -> int:
         """An answer token, or about once in 29 tokens the end of sequence where it is allowed."""
         sampling = request.sampling
         number = hash_prefix(prefix, sampling.seed if sampling.temperature else 0)
-        number ^= crc32(adapter.encode())
+        number ^= crc32(self.device_adapters[request.lora_slot].encode())
         num_output = len(prefix) - request.prompt_len
         may_end = (
             self.eos_id in request.stop_ids

@@ -163,6 +163,9 @@ def test_metrics_count_by_adapter(lora_server: HttpTestServer) -> None:
     assert [read(name) for name in names] == [before[0] + 1, before[1] + 3]
     assert read("bloomery_adapter_loads_total") >= 1
     text = lora_server.get("/metrics").text
+    info = re.search(r"^vllm:lora_requests_info\{.*\}", text, re.MULTILINE)
+    assert info is not None and 'max_lora="2"' in info[0]
+    assert 'running_lora_adapters=""' in info[0], "no request is open"
     assert re.search(r'bloomery_adapter_in_slot\{adapter="poet".*slot="[12]"', text)
 
 
@@ -228,9 +231,11 @@ def test_adapters_that_cannot_be_used_are_refused(
         (allowed_folder / "link", 400, "--lora-allow"),
         (allowed_folder / "empty", 404, "adapter_config.json"),
         (allowed_folder / "missing", 400, "--lora-allow"),
+        (allowed_folder / ("x" * 5000), 400, "File name too long"),
         (bad, 400, "rank 99 is too large"),
     ):
         body = {"lora_name": "x", "lora_path": str(path)}
+        assert complete(fresh_server, str(path)).status_code == 404
         response = fresh_server.post("/v1/load_lora_adapter", body)
         assert response.status_code == status, path
         assert reason in response.json()["error"]["message"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from bloomery.artifacts.files import check_readable
 from bloomery.errors import ConfigError, ModelNotFound
@@ -89,8 +89,13 @@ class AdapterAllowList:
         return bool(self.folders or self.hub_patterns)
 
     def find_source(self, name: str) -> str | None:
-        """Return where the adapter is that a request names, or None if there is none."""
-        for folder in self.folders:
+        """Return where the adapter is that a request names, or None if there is none.
+
+        Each adapter of a folder has one name: its path below the folder.
+        """
+        relative = PurePosixPath(name)
+        is_plain = str(relative) == name and not relative.is_absolute()
+        for folder in self.folders if is_plain and ".." not in relative.parts else ():
             path = (folder / name).resolve()
             if self._contains(path) and (path / ADAPTER_CONFIG).is_file():
                 return str(path)

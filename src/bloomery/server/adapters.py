@@ -11,10 +11,12 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bloomery.artifacts.locate_adapter import AdapterAllowList, locate_adapter
 from bloomery.engine.adapter_catalog import (
+    MAX_NAME_CHARACTERS,
     AdapterCatalog,
     NamedAdapter,
     adapter_name_of,
@@ -99,7 +101,8 @@ class ServedAdapters:
         model, colon, adapter_name = name.partition(":")
         if colon and model in self.base_names:
             return await self.find(adapter_name)
-        if not self.settings.allow_list or not name.isprintable():
+        is_possible = name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
+        if not self.settings.allow_list or not is_possible:
             return None
         search = self.searches.get(name)
         if search is None:
@@ -110,14 +113,17 @@ class ServedAdapters:
 
     async def _search(self, name: str) -> NamedAdapter | None:
         """Look for an adapter in the allowed folders and repositories."""
-        source = await asyncio.to_thread(self.settings.allow_list.find_source, name)
-        if source is None:
-            return None
         try:
+            source = await asyncio.to_thread(self.settings.allow_list.find_source, name)
+            if source is None:
+                return None
             check_adapter_name(name, "model")
             path = await asyncio.to_thread(locate_adapter, source)
         except ModelNotFound as error:
             raise HttpError(404, str(error), "model_not_found") from None
+        except OSError as error:
+            log.warning("the adapter %r cannot be looked for: %s", name, error)
+            return None
         adapter = self.catalog.create(name, str(path), source)
         self.catalog.put(adapter)
         return adapter
@@ -192,17 +198,9 @@ class ServedAdapters:
                 f"the adapter {name!r} is loaded already: unload it first, or give load_inplace"
             )
             raise HttpError(400, message, "adapter_exists")
-        allow_list = self.settings.allow_list
-        if allow_list and not await asyncio.to_thread(allow_list.allows, source):
-            raise InvalidRequest(
-                "lora_path is outside of what --lora-allow permits on this server", "lora_path"
-            )
         self.loading.add(name)
         try:
-            try:
-                path = await asyncio.to_thread(locate_adapter, source)
-            except ModelNotFound as error:
-                raise HttpError(404, str(error), "adapter_not_found") from None
+            path = await asyncio.to_thread(self._locate_allowed, source)
             adapter = self.catalog.create(name, str(path), source)
             info = await self.backend.load_adapter(adapter.engine_name, adapter.path)
         finally:
@@ -212,6 +210,22 @@ class ServedAdapters:
         if before is not None:
             self.backend.unload_adapter(before.engine_name)
         return adapter
+
+    def _locate_allowed(self, source: str) -> Path:
+        """Find the files of an adapter that a client wants to load."""
+        allow_list = self.settings.allow_list
+        try:
+            if allow_list and not allow_list.allows(source):
+                raise InvalidRequest(
+                    "lora_path is outside of what --lora-allow permits on this server", "lora_path"
+                )
+            return locate_adapter(source)
+        except ModelNotFound as error:
+            raise HttpError(404, str(error), "adapter_not_found") from None
+        except OSError as error:
+            raise InvalidRequest(
+                f"lora_path cannot be used: {error.strerror}", "lora_path"
+            ) from None
 
     def unload(self, name: str) -> NamedAdapter:
         """Forget an adapter. Requests that use it run to their end."""

@@ -84,6 +84,7 @@ class GenerationJob:
         self.permit = permit
         self.inputs = inputs
         self.timings = call.timings
+        self.adapters = [entry.adapter or call.adapter for entry in inputs]
         self.generations = [self._create_state(index, entry) for index, entry in enumerate(inputs)]
         call.sampling_params = inputs[0].params
         # Whether only the prompt is returned. The one token that a step must sample is not shown.
@@ -94,7 +95,7 @@ class GenerationJob:
     def _create_state(self, index: int, entry: GenerationInput) -> RequestState:
         """Build the engine requests of one prompt, and the state that collects their outputs."""
         service = self.call.service
-        adapter = entry.adapter or self.call.adapter
+        adapter = self.adapters[index]
         try:
             requests = build_requests(
                 entry.params,
@@ -238,6 +239,10 @@ class GenerationJob:
         error = service.engine_error()
         if error is not None:
             raise error
+        open_adapters = service.metrics.open_adapters
+        names = [adapter.name for adapter in self.adapters if adapter is not None]
+        open_adapters.update(names)
+        self.call.cleanup.callback(open_adapters.subtract, names)
         self.timings.submitted = time.monotonic()
         lengths = [(len(request.prompt), request.max_tokens) for request in requests]
         service.metrics.observe_submit(self.timings, lengths, self.inputs[0].params.n)
@@ -268,8 +273,7 @@ class GenerationJob:
         lengths = [len(answer.token_ids) for answer in self.all_answers]
         metrics = self.call.service.metrics
         metrics.observe_finish(timings, reasons, lengths)
-        for entry, generation in zip(self.inputs, self.generations, strict=True):
-            adapter = entry.adapter or self.call.adapter
+        for adapter, generation in zip(self.adapters, self.generations, strict=True):
             if adapter is not None:
                 answers = generation.completions.values()
                 num_tokens = sum(len(answer.token_ids) for answer in answers)

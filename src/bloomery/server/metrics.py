@@ -150,6 +150,7 @@ class ServerMetrics:
         self.adapter_generated_tokens: Counter[tuple[str, ...]] = Counter()
         self.adapter_slot_loads: Counter[tuple[str, ...]] = Counter()
         self.adapter_slot_evictions: Counter[tuple[str, ...]] = Counter()
+        self.open_adapters: Counter[str] = Counter()  # open requests
         self.prompt_token_rate = TokenRate()
         self.output_token_rate = TokenRate()
         methods: tuple[tuple[str, ...], ...] = (("prefill",), ("decode",))  # TGI's label
@@ -322,6 +323,8 @@ class ServerMetrics:
         ]
         help_text = "1 for the LoRA adapter in a device slot; slots are counted over all engines"
         yield self._metric("bloomery_adapter_in_slot", help_text, "gauge", slots)
+        if self.backend.stats.adapter_slots:
+            yield self._open_adapters_metric()
         build: LabeledSamples = [(self.build_info, 1)]
         yield self._metric("bloomery_build_info", "versions of this server", "gauge", build)
         if capacity := self.backend.capacity:
@@ -418,6 +421,19 @@ class ServerMetrics:
             ),
         ):
             yield self._metric(name, help_text, "counter", samples)
+
+    def _open_adapters_metric(self) -> Metric:
+        """vLLM's metric, by which gateways send a request where its adapter already is."""
+        slots = self.backend.stats.adapter_slots
+        in_slots = {adapter_name_of(engine_name) for engine_name in slots}
+        names = [name for name, count in self.open_adapters.items() if count]
+        labels = {
+            "max_lora": str(len(slots)),
+            "running_lora_adapters": ",".join(name for name in names if name in in_slots),
+            "waiting_lora_adapters": ",".join(name for name in names if name not in in_slots),
+        }
+        help_text = "LoRA adapters of open requests; the value is the time"
+        return self._metric("vllm:lora_requests_info", help_text, "gauge", [(labels, time.time())])
 
     def _adapter_counters(self) -> Iterator[tuple[str, str, LabeledSamples]]:
         for name, help_text, counter in (
