@@ -1,17 +1,15 @@
 """Cohere's Command R: one layer norm without bias before parallel blocks, interleaved rope, scaled
-logits. Command R7B (cohere2): window layers have rope, full attention layers have no position.
+logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
-from bloomery.families.window import read_layer_windows
 from bloomery.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 
 COHERE2 = (
@@ -46,20 +44,6 @@ def read_cohere(config: ConfigReader) -> ModelSpec:
     return build_cohere(config, [attention] * len(config.layers()))
 
 
-def read_cohere2(config: ConfigReader) -> ModelSpec:
-    config.require("use_qk_norm", False)
-    config.require("position_embedding_type", "rope_gptj")
-    rope = read_rope(config, config.head_dim(), interleaved=True)
-    full_attention = read_attention(config, position=None)
-    period = config.size("sliding_window_pattern", 4)
-    blocks = []
-    for window in read_layer_windows(config, lambda i: (i + 1) % period != 0):
-        position = rope if window else None
-        blocks.append(replace(full_attention, window=window, position=position))
-    return build_cohere(config, blocks)
-
-
 FAMILIES = {
     "cohere": ModelFamily(read_cohere, NAMES, COHERE),
-    "cohere2": ModelFamily(read_cohere2, NAMES, COHERE2),
 }

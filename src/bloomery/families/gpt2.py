@@ -1,10 +1,6 @@
-"""GPT-2: learned positions, weights stored as [in, out]. GPT-BigCode (SantaCoder, StarCoder): the
-same with multi-query attention, or QKV fused head by head.
-"""
+"""GPT-2: learned positions, weights stored as [in, out]."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import read_model
@@ -36,7 +32,6 @@ NAMES = TensorNames(
 DEFAULTS = defaults(
     vocab=50257, hidden=768, layers=12, heads=12, context=1024, tied=True
 ) | defaults(activation_function="gelu_new")
-BIGCODE = DEFAULTS | {"activation_function": "gelu_pytorch_tanh", "multi_query": True}
 
 
 def read_gpt2(config: ConfigReader, num_kv_heads: int | None = None) -> ModelSpec:
@@ -68,21 +63,6 @@ def read_gpt2(config: ConfigReader, num_kv_heads: int | None = None) -> ModelSpe
     return read_model(config, layers, final_norm=norm, positions=positions)
 
 
-def build_bigcode_names(config: ConfigReader) -> TensorNames:
-    return replace(
-        NAMES,
-        attn_qkv=FusedTensor("attn.c_attn", grouped=not config.flag("multi_query")),
-        transposed=False,
-    )
-
-
-def read_gpt_bigcode(config: ConfigReader) -> ModelSpec:
-    num_kv_heads = 1 if config.flag("multi_query") else config.size("num_attention_heads")
-    config.require("num_key_value_heads", num_kv_heads)
-    return read_gpt2(config, num_kv_heads)
-
-
 FAMILIES = {
     "gpt2": ModelFamily(read_gpt2, NAMES, DEFAULTS),
-    "gpt_bigcode": ModelFamily(read_gpt_bigcode, build_bigcode_names, BIGCODE),
 }

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, read_layer, read_model
-from bloomery.families.mistral import MIXTRAL_NAMES
+from bloomery.families.mixtral import MIXTRAL_NAMES
 from bloomery.families.moe import MIN_NORMALIZER, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, read_layer, read_model
-from bloomery.families.mistral import MIXTRAL_NAMES
+from bloomery.families.mixtral import MIXTRAL_NAMES
 from bloomery.families.moe import read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows

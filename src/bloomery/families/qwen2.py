@@ -1,34 +1,15 @@
-"""Qwen2 and 2.5: a Llama with biases on q, k and v, and optional windows in its upper layers.
-Qwen2-MoE: many small experts beside a gated shared expert.
-"""
+"""Qwen2 and 2.5: a Llama with biases on q, k and v, and optional windows in its upper layers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec, SplitTensors
+from bloomery.spec import ModelSpec
 
 QWEN = DEFAULTS | defaults(
     vocab=151936, mlp=22016, kv_heads=32, context=32768, sliding_window=4096, max_window_layers=28
-)
-QWEN2_MOE = (
-    QWEN
-    | defaults(hidden=2048, mlp=5632, layers=24, heads=16, kv_heads=16, decoder_sparse_step=1)
-    | defaults(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
-    | defaults(shared_expert_intermediate_size=5632)
-)
-MOE_NAMES = replace(
-    NAMES,
-    extra={**NAMES.extra, "router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"},
-    experts="mlp.experts.{e}.",
-    expert_up=SplitTensors(("gate_proj", "up_proj")),
-    expert_down="down_proj",
-    shared_up=SplitTensors(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
-    shared_down="mlp.shared_expert.down_proj",
 )
 
 
@@ -54,43 +35,6 @@ def read_qwen2(config: ConfigReader) -> ModelSpec:
     return read_model(config, layers)
 
 
-def read_moe(config: ConfigReader) -> MoeSpec:
-    return MoeSpec(
-        num_experts=config.size("num_experts"),
-        top_k=config.size("num_experts_per_tok"),
-        mlp=read_mlp(config, "moe_intermediate_size"),
-        router=RouterSpec(normalize=config.flag("norm_topk_prob", False)),
-    )
-
-
-def mix_dense_and_moe(
-    config: ConfigReader, layers: list[LayerSpec], moe: MoeSpec
-) -> list[LayerSpec]:
-    """Put experts into every decoder_sparse_step-th layer that is not in mlp_only_layers."""
-    step = config.size("decoder_sparse_step")
-    dense_layers = config.list_of("mlp_only_layers", int)
-    mixed = []
-    for i, layer in enumerate(layers):
-        is_dense = i in dense_layers or (i + 1) % step != 0
-        mixed.append(layer if is_dense else replace(layer, mlp=moe))
-    return mixed
-
-
-def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
-    bias = config.flag("qkv_bias", True)
-    enabled = uses_window(config)
-    end = config.integer("max_window_layers")
-    moe = replace(
-        read_moe(config),
-        shared=read_mlp(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
-    windows = read_layer_windows(config, lambda i: enabled and i % 2 == 0 and i < end)
-    layers = [read_layer(config, bias=bias, out_bias=False, window=window) for window in windows]
-    return read_model(config, mix_dense_and_moe(config, layers, moe))
-
-
 FAMILIES = {
     "qwen2": ModelFamily(read_qwen2, NAMES, QWEN),
-    "qwen2_moe": ModelFamily(read_qwen2_moe, MOE_NAMES, QWEN2_MOE),
 }

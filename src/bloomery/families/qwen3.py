@@ -6,15 +6,8 @@ from typing import Any
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import NAMES, read_layer, read_model
-from bloomery.families.qwen2 import (
-    MOE_NAMES,
-    QWEN,
-    QWEN2_MOE,
-    mix_dense_and_moe,
-    read_moe,
-    read_upper_windows,
-    uses_window,
-)
+from bloomery.families.qwen2 import QWEN, read_upper_windows, uses_window
+from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE, mix_dense_and_moe, read_moe
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec, NormSpec

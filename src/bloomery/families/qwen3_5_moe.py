@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import read_mlp
-from bloomery.families.qwen2 import MOE_NAMES, read_moe
+from bloomery.families.qwen2_moe import MOE_NAMES, read_moe
 from bloomery.families.qwen3_5 import QWEN3_5, SPLIT, build_hybrid, read_hybrid_layers
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import delta_net_names

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import NAMES
-from bloomery.families.qwen2 import MOE_NAMES, QWEN, QWEN2_MOE, read_qwen2
+from bloomery.families.qwen2 import QWEN, read_qwen2
+from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE
 from bloomery.families.qwen3 import QWEN3, read_qwen3, read_qwen3_moe
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.vision import read_text_part, text_names

@@ -1,0 +1,33 @@
+"""Mixtral: a Mistral with a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bloomery.families import ModelFamily
+from bloomery.families.llama import NAMES, read_mlp, read_model
+from bloomery.families.mistral import MISTRAL, read_window_layers
+from bloomery.families.reader import ConfigReader, defaults
+from bloomery.spec import ModelSpec, MoeSpec, SplitTensors
+
+MIXTRAL = MISTRAL | defaults(
+    rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_experts=8, num_experts_per_tok=2
+)
+MIXTRAL_NAMES = replace(
+    NAMES,
+    extra={**NAMES.extra, "router": "block_sparse_moe.gate"},
+    experts="block_sparse_moe.experts.{e}.",
+    expert_up=SplitTensors(("w1", "w3")),
+    expert_down="w2",
+)
+
+
+def read_mixtral(config: ConfigReader) -> ModelSpec:
+    moe = MoeSpec(config.size("num_experts"), config.size("num_experts_per_tok"), read_mlp(config))
+    layers = [replace(layer, mlp=moe) for layer in read_window_layers(config)]
+    return read_model(config, layers)
+
+
+FAMILIES = {
+    "mixtral": ModelFamily(read_mixtral, MIXTRAL_NAMES, MIXTRAL),
+}
