@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,15 @@ from bloomery.fusion import (
     ResidualEpilogue,
 )
 from bloomery.kernels.gemv import fused_linear_reference
-from bloomery.layers.linear import AddResidual, LinearLayer, materialize
+from bloomery.kernels.norm import RmsNorm
+from bloomery.layers.linear import (
+    AddResidual,
+    DeferredAdd,
+    LinearLayer,
+    add_normed,
+    apply_norm,
+    materialize,
+)
 
 HIDDEN = 16
 
@@ -109,3 +118,19 @@ def test_results_are_summed_over_the_ranks_before_the_epilogue() -> None:
     actual = materialize(layer(x, None, AddResidual(residual)))
     assert torch.allclose(actual, residual + 2 * F.linear(x, weight), atol=1e-6)
     assert group.num_sums == 1
+
+
+@pytest.mark.parametrize("outer_kind", ["rms", "layer"])
+def test_a_deferred_addition_norms_what_it_adds(outer_kind: Literal["rms", "layer"]) -> None:
+    torch.manual_seed(0)
+    residual, y = torch.randn(2, 3, 8)
+    inner = NormPrologue("rms", torch.randn(8), None, 1e-5)
+    outer = NormPrologue(outer_kind, torch.randn(8), None, 1e-5)
+    expected_total = residual + 0.5 * apply_norm(y, inner)
+    deferred = DeferredAdd(residual, y, 0.5, RmsNorm(inner.weight, inner.eps))
+    torch.testing.assert_close(
+        deferred.materialize_normed(outer), apply_norm(expected_total, outer)
+    )
+    torch.testing.assert_close(deferred.materialize(), expected_total)
+    added = add_normed(y, inner, AddResidual(residual, 0.5), None)
+    torch.testing.assert_close(materialize(added), expected_total)

@@ -1,9 +1,12 @@
 """RMS norm and layer norm over the last axis, computed in float32 for inputs of any type.
 
-The Triton kernel holds one row per program and optionally adds a residual first.
+The Triton kernel holds one row per program and optionally adds a residual first. What is added may
+itself be normed, as in models with a norm after each block.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,13 @@ from bloomery.kernels.launch import (
 )
 
 MAX_WIDTH = 32768  # elements of a row; the kernel holds a whole row in registers
+
+
+class RmsNorm(NamedTuple):
+    """An RMS norm: its weight [width], and what is added to the mean square."""
+
+    weight: torch.Tensor | None
+    eps: float
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -57,6 +67,103 @@ def add_norm(
     if centered:
         return total, layer_norm_reference(total, weight, bias, eps)
     return total, rms_norm_reference(total, weight, eps)
+
+
+def norm_add_norm(
+    residual: torch.Tensor, y: torch.Tensor, scale: float, inner: RmsNorm, outer: RmsNorm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return total = residual + scale * inner(y), and outer(total), or total without an outer norm.
+
+    All are [rows, width].
+    """
+    contiguous = residual.is_contiguous() and y.is_contiguous()
+    outer_weight = None if outer is None else outer.weight
+    supported = all(supports_norm_triton(y, part, None) for part in (inner.weight, outer_weight))
+    if not (use_triton(y) and contiguous and supported):
+        return norm_add_norm_reference(residual, y, scale, inner, outer)
+    return norm_add_norm_triton(residual, y, scale, inner, outer)
+
+
+def norm_add_norm_reference(
+    residual: torch.Tensor, y: torch.Tensor, scale: float, inner: RmsNorm, outer: RmsNorm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch reference of `norm_add_norm`."""
+    total = torch.add(residual, rms_norm_reference(y, *inner), alpha=scale)
+    return total, total if outer is None else rms_norm_reference(total, *outer)
+
+
+def norm_add_norm_triton(
+    residual: torch.Tensor, y: torch.Tensor, scale: float, inner: RmsNorm, outer: RmsNorm | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel."""
+    width = y.shape[-1]
+    block = next_power_of_2(width)
+    total = torch.empty_like(y)
+    out = total if outer is None else torch.empty_like(y)
+    outer_weight, outer_eps = outer or (None, 0.0)
+    norm_add_norm_kernel[(y.numel() // width,)](
+        y,
+        residual,
+        y if inner.weight is None else inner.weight,
+        y if outer_weight is None else outer_weight,
+        total,
+        out,
+        inner.eps,
+        outer_eps,
+        scale,
+        HAS_INNER_WEIGHT=inner.weight is not None,
+        HAS_OUTER=outer is not None,
+        HAS_OUTER_WEIGHT=outer_weight is not None,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **pdl_options(y.device),
+    )
+    return total, out
+
+
+@jit
+def norm_add_norm_kernel(
+    y,  # [rows, WIDTH]
+    residual,  # [rows, WIDTH]
+    inner_weight,  # [WIDTH]
+    outer_weight,  # [WIDTH]
+    total,  # [rows, WIDTH]
+    out,  # [rows, WIDTH]
+    inner_eps,
+    outer_eps,
+    scale,
+    HAS_INNER_WEIGHT: tl.constexpr,
+    HAS_OUTER: tl.constexpr,
+    HAS_OUTER_WEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program norms, adds and norms one row; results are rounded as by separate kernels."""
+    launch_dependents(PDL)
+    TYPE: tl.constexpr = total.dtype.element_ty
+    place = tl.program_id(0).to(tl.int64) * WIDTH
+    column = tl.arange(0, BLOCK)
+    valid = column < WIDTH
+    if HAS_INNER_WEIGHT:
+        inner_row = tl.load(inner_weight + column, mask=valid, other=0.0).to(tl.float32)
+    if HAS_OUTER_WEIGHT:
+        outer_row = tl.load(outer_weight + column, mask=valid, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    v = tl.load(y + place + column, mask=valid, other=0.0).to(tl.float32)
+    r = tl.load(residual + place + column, mask=valid, other=0.0).to(tl.float32)
+    v = v * tl.rsqrt(tl.sum(v * v, 0) / WIDTH + inner_eps)
+    if HAS_INNER_WEIGHT:
+        v = v * inner_row
+    v = (r + scale * v.to(TYPE).to(tl.float32)).to(TYPE)
+    tl.store(total + place + column, v, mask=valid)
+    if HAS_OUTER:
+        v = v.to(tl.float32)
+        v = v * tl.rsqrt(tl.sum(v * v, 0) / WIDTH + outer_eps)
+        if HAS_OUTER_WEIGHT:
+            v = v * outer_row
+        tl.store(out + place + column, v.to(TYPE), mask=valid)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -24,7 +24,7 @@ from bloomery.fusion import (
     ResidualEpilogue,
 )
 from bloomery.kernels.activation import apply_activation
-from bloomery.kernels.norm import add_norm, layer_norm, rms_norm
+from bloomery.kernels.norm import RmsNorm, add_norm, layer_norm, norm_add_norm, rms_norm
 from bloomery.kernels.rope_cache import apply_rope_and_cache
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
@@ -35,24 +35,42 @@ from bloomery.quant.lora import LinearAdapters
 
 
 class DeferredAdd:
-    """The sum residual + scale * y, not computed yet. Only used on a GPU."""
+    """The sum residual + scale * y, not computed yet. Only used on a GPU.
 
-    def __init__(self, residual: torch.Tensor, y: torch.Tensor, scale: float):
+    With an inner norm, y is normed before it is added.
+    """
+
+    def __init__(
+        self,
+        residual: torch.Tensor,
+        y: torch.Tensor,
+        scale: float,
+        inner_norm: RmsNorm | None = None,
+    ):
         self.residual = residual
         self.y = y
         self.scale = scale
+        self.inner_norm = inner_norm
         self.total: torch.Tensor | None = None
 
     def materialize(self) -> torch.Tensor:
         """Compute the sum, once."""
-        if self.total is None:
+        if self.total is None and self.inner_norm is not None:
+            self.total = norm_add_norm(self.residual, self.y, self.scale, self.inner_norm, None)[0]
+        elif self.total is None:
             self.total = torch.add(self.residual, self.y, alpha=self.scale)
         return self.total
 
     def materialize_normed(self, norm: NormPrologue) -> torch.Tensor:
         """Add and norm in one pass; the sum stays available."""
-        if self.total is not None:
-            return apply_norm(self.total, norm)
+        if self.total is None and self.inner_norm is not None and norm.kind == "rms":
+            outer = RmsNorm(norm.weight, norm.eps)
+            self.total, normed = norm_add_norm(
+                self.residual, self.y, self.scale, self.inner_norm, outer
+            )
+            return normed
+        if self.total is not None or self.inner_norm is not None:
+            return apply_norm(self.materialize(), norm)
         self.total, normed = add_norm(
             self.residual,
             self.y,
@@ -234,6 +252,18 @@ def apply_epilogue(
         case QkvEpilogue():
             return split_qkv(y, epilogue, pool)
     return y
+
+
+def add_normed(
+    y: ResidualStream, norm: NormPrologue, epilogue: AddResidual, pool: ThreadPool | None
+) -> ResidualStream:
+    """Add the norm of y to the residual. On a GPU, both wait for the next norm if they can."""
+    y = materialize(y)
+    residual, scale = epilogue
+    if y.is_cuda and norm.kind == "rms":
+        inner_norm = RmsNorm(norm.weight, norm.eps)
+        return DeferredAdd(materialize(residual), y, scale, inner_norm)
+    return apply_epilogue(apply_norm(y, norm, pool), epilogue, pool)
 
 
 def add_scaled(

@@ -23,6 +23,7 @@ from bloomery.layers.linear import (
     AddResidual,
     LinearLayer,
     ResidualStream,
+    add_normed,
     apply_epilogue,
     apply_norm,
     materialize,
@@ -104,7 +105,7 @@ class DecoderLayer:
         if self.attn_post_norm is not None:
             y = self._run_mixer(x, kv_cache, context, states, norm)
             add = AddResidual(residual, self.spec.residual_scale)
-            x = apply_epilogue(apply_norm(y, self.attn_post_norm, pool), add, pool)
+            x = add_normed(y, self.attn_post_norm, add, pool)
         elif self.attention is not None and self.recurrent is not None:
             assert kv_cache is not None and states is not None
             normed = apply_norm(x, norm, pool)
@@ -152,7 +153,7 @@ class DecoderLayer:
             x = mlp(x, norm, add)
         else:
             y = mlp(x, norm)
-            x = apply_epilogue(apply_norm(y, self.mlp_post_norm, pool), add, pool)
+            x = add_normed(y, self.mlp_post_norm, add, pool)
         if self.mlp_sum_norm is not None:
             x = apply_norm(x, self.mlp_sum_norm, pool)
         return x
