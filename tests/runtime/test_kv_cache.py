@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from bloomery.cache_groups import plan_cache_groups
+from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.loop import EngineLoop
+from bloomery.engine.state_pool import StatePool
 from bloomery.errors import ConfigError
 from bloomery.kernels.launch import triton_interpreted
 from bloomery.kernels.quantized_kv_cache import read_kv_cache, write_key_or_value
+from bloomery.kernels.state_cache import view_states
 from bloomery.runtime.kv_cache import StageCache, fit_kv_cache
 from bloomery.runtime.worker import Worker
-from bloomery.spec import ModelSpec
+from bloomery.spec import AttentionSpec, GatedDeltaNetSpec, ModelSpec, state_parts
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import (
     build_engine_loop,
@@ -25,7 +28,7 @@ from tests.parity.serve import (
     run_requests,
 )
 from tests.runtime.test_runner import PADDED, use_self_feeding_steps
-from tests.test_cache_groups import interleave, make_model
+from tests.test_cache_groups import interleave, make_hybrid, make_model
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 8
@@ -80,6 +83,64 @@ def test_a_block_is_the_same_memory_in_every_table(
             memory.view(torch.uint8).zero_()
 
 
+QWEN = GatedDeltaNetSpec(2, 4, 8, 8)
+STATE = state_parts(QWEN)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_states_share_blocks_with_keys_and_values(dtype: torch.dtype) -> None:
+    model = make_hybrid(6, range(2, 6, 3), AttentionSpec(2, 1, 16), QWEN)
+    layout = plan_cache_groups(
+        model, 100, PAGE_SIZE, scaled=dtype == torch.int8, value_bytes=dtype.itemsize
+    )
+    places = (layout.place_layers(range(6)), layout.place_states(range(6)))
+    cache = StageCache(model, layout, places[0], PAGE_SIZE, dtype, places[1])
+    num_blocks = 2 * layout.state_blocks + 3
+    memory = cache.allocate_memory(num_blocks, CPU)
+    caches = memory.keys_values()
+    assert [tensor is None for tensor in caches] == [
+        layer.attention is None for layer in model.layers
+    ]
+    states = memory.states()
+    assert [state is None for state in states] == [
+        layer.recurrent is None for layer in model.layers
+    ]
+    halves, _ = next(state for state in states if state is not None)
+    blocks = torch.randperm(num_blocks)[: layout.state_blocks]
+    half_blocks = torch.stack((blocks, num_blocks + blocks), 1).view(1, -1)
+    views = view_states(halves, half_blocks, STATE)
+    values = [torch.randn(1, view.part.rows, view.part.width) for view in views]
+    for view, value in zip(views, values, strict=True):
+        view.write(value)
+    # The state lies in the memory of its blocks only, which keys and values see as those blocks.
+    used = halves.view(2, num_blocks, -1).ne(0).any(-1).any(0).nonzero()[:, 0]
+    assert set(used.tolist()) <= set(blocks.tolist())
+    free = [block for block in range(num_blocks) if block not in blocks.tolist()]
+    targets = free[: layout.state_blocks]
+    memory.copy_blocks(list(zip(blocks.tolist(), targets, strict=True)))
+    copied_blocks = torch.tensor([[half for b in targets for half in (b, num_blocks + b)]])
+    for view, value in zip(view_states(halves, copied_blocks, STATE), values, strict=True):
+        assert torch.equal(view.read(), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_copies_read_all_sources_first(dtype: torch.dtype) -> None:
+    model = make_model([None] * 3, (1, 8))
+    cache = make_cache(model, dtype, range(3))
+    memory = cache.allocate_memory(NUM_BLOCKS, CPU)
+    tensor = memory.keys_values()[1]
+    assert tensor is not None
+    size = tensor.shape[1] // NUM_BLOCKS
+    values = torch.randn(NUM_BLOCKS * size, *tensor.shape[2:])
+    for half in (0, 1):
+        write_key_or_value(values, half, tensor, torch.arange(len(values)))
+    every_slot = torch.arange(len(values))
+    before = torch.stack(read_kv_cache(tensor, every_slot, torch.float32)).view(2, NUM_BLOCKS, -1)
+    memory.copy_blocks([(0, 1), (1, 0), (2, 4)])
+    after = torch.stack(read_kv_cache(tensor, every_slot, torch.float32)).view(2, NUM_BLOCKS, -1)
+    assert torch.equal(after, before[:, [1, 0, 2, 3, 2]])
+
+
 # ---- size ----------------------------------------------------------------------------------------
 
 
@@ -101,6 +162,11 @@ def test_a_window_lets_longer_sequences_fit(tmp_path: Path) -> None:
 # ---- blocks that others have taken ---------------------------------------------------------------
 
 
+def free_blocks(pool: BlockPool | StatePool) -> list[int]:
+    """The blocks that nothing holds."""
+    return pool.cache.free_blocks if isinstance(pool, StatePool) else pool.free_blocks
+
+
 def generate_poisoned(loop: EngineLoop, poison: bool) -> list[list[int]]:
     """Complete three prompts; with `poison`, blocks that no sequence holds are not numbers."""
     worker: Worker = loop.executor.worker  # type: ignore[attr-defined]
@@ -111,11 +177,10 @@ def generate_poisoned(loop: EngineLoop, poison: bool) -> list[list[int]]:
     def step_and_poison() -> list:
         nonlocal num_poisoned
         outputs = step()
-        for layer, tensor in enumerate(worker.caches):
-            num_blocks = pool.num_blocks + 1
-            size = worker.cache.layer_shape(layer, num_blocks)[1] // num_blocks
-            for block in (*pool.free_blocks, pool.num_blocks):
-                tensor[:, block * size : (block + 1) * size] = torch.nan
+        for memory in worker.memory.slots.values():
+            halves = memory.view(torch.float32).view(2, pool.num_blocks + 1, -1)
+            for block in (*free_blocks(pool), pool.num_blocks):
+                halves[:, block] = torch.nan
                 num_poisoned += 1
         return outputs
 
@@ -149,7 +214,10 @@ NEEDS_INTERPRETER = pytest.mark.skipif(
     "backend",
     ["torch", "native", pytest.param("triton", marks=[pytest.mark.slow, NEEDS_INTERPRETER])],
 )
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere2", "mistral"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma2", "gemma3", "cohere2", "mistral", "qwen3_5_text", "lfm2", "falcon_h1", "jamba"],
+)
 def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> None:
     cpu_kernels, prepare = BACKENDS[backend]
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
@@ -159,7 +227,7 @@ def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> 
         block_size=4,
         max_num_batched_tokens=11,
         max_num_seqs=4,
-        kv_cache_gib=0.0005,
+        kv_cache_gib=0.001,
         prefix_cache=False,
         cpu_kernels=cpu_kernels,
     )
@@ -169,6 +237,12 @@ def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> 
         prepare(loop.executor.worker)  # type: ignore[attr-defined]
         results.append(generate_poisoned(loop, poison))
     assert results[0] == results[1]
+
+
+def test_deterministic_mode_refuses_recurrent_layers(tmp_path: Path) -> None:
+    make_checkpoint(next(case for case in CASES if case.name == "lfm2"), tmp_path)
+    with pytest.raises(ConfigError, match="without --deterministic"):
+        build_engine_loop(build_plan(tmp_path, 64, block_size=4, deterministic=True))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])

@@ -110,12 +110,16 @@ def use_self_feeding_steps(
     )
     runner = SpyModelRunner(
         ModelForward(
-            worker.decoder, backend, worker.caches, layer_tables=worker.cache.layer_tables
+            worker.decoder,
+            backend,
+            worker.caches,
+            layer_tables=worker.cache.layer_tables,
+            states=worker.state_memories,
         ),
         worker.rows,
         worker.cache.kernel_block_size,
         worker.sampler,
-        VOCAB,
+        worker.decoder.spec.vocab,
         short_decodes=short_decodes,
     )
     runner.sizes = sizes
