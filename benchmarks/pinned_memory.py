@@ -22,6 +22,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -60,12 +61,15 @@ def register(buffer: torch.Tensor, part_bytes: int) -> None:
         assert int(status) == 0, status
 
 
-def make_buffers(make: Callable[[], torch.Tensor], count: int, kept: list[torch.Tensor]) -> float:
-    begin = time.perf_counter()
+def make_buffers(
+    make: Callable[[], torch.Tensor], count: int, kept: list[torch.Tensor], seconds: list[float]
+) -> None:
+    """Make buffers with pauses between them, and note how long each took."""
     for _ in range(count):
+        begin = time.perf_counter()
         kept.append(make())
+        seconds.append(time.perf_counter() - begin)
         time.sleep(0.01)
-    return time.perf_counter() - begin
 
 
 def measure_gaps(graph: torch.cuda.CUDAGraph, thread: threading.Thread | None) -> list[float]:
@@ -92,6 +96,50 @@ def measure_gaps(graph: torch.cuda.CUDAGraph, thread: threading.Thread | None) -
     return sorted(gaps)
 
 
+def measure_way(
+    name: str, make: Callable[[], torch.Tensor] | None, count: int, graph: torch.cuda.CUDAGraph
+) -> torch.Tensor | None:
+    """Print the gaps while a thread makes buffers; returns one of them."""
+    kept: list[torch.Tensor] = []
+    seconds: list[float] = []
+    thread = None
+    if make is not None:
+        work = partial(make_buffers, make, count, kept, seconds)
+        thread = threading.Thread(target=work)
+    gaps = measure_gaps(graph, thread)
+    result = {
+        "way": name,
+        "median_ms": round(1e3 * gaps[len(gaps) // 2], 2),
+        "p99_ms": round(1e3 * gaps[len(gaps) * 99 // 100], 2),
+        "longest_ms": round(1e3 * gaps[-1], 2),
+    }
+    if seconds:
+        result["ms_per_buffer"] = round(1e3 * sum(seconds) / count, 1)
+    print(json.dumps(result), flush=True)
+    return kept[0] if kept else None
+
+
+def measure_copy(name: str, buffer: torch.Tensor, part_bytes: int) -> None:
+    """Print how long it takes to copy a buffer to the device part by part."""
+    target = torch.empty_like(buffer, device="cuda")
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for first in range(0, buffer.nbytes, part_bytes):
+        part = slice(first, first + part_bytes)
+        target[part].copy_(buffer[part], non_blocking=True)
+    call_seconds = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    rate = buffer.nbytes / (time.perf_counter() - begin) / 1e9
+    result = {
+        "copy of": name,
+        "parts_mib": part_bytes // MIB,
+        "call_ms": round(1e3 * call_seconds, 3),
+        "gb_s": round(rate, 1),
+        "equal": bool((target.cpu() == buffer).all()),
+    }
+    print(json.dumps(result), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--mib", type=int, default=84)
@@ -103,69 +151,23 @@ def main() -> None:
         graph.replay()
     torch.cuda.synchronize()
 
-    def make_pageable() -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def make_pinned() -> torch.Tensor:
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def make_registered(part_mib: int) -> torch.Tensor:
-        buffer = make_pageable()
-        register(buffer, part_mib * MIB)
+    def make_buffer(part_mib: int = 0, is_pinned: bool = False) -> torch.Tensor:
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        if part_mib:
+            register(buffer, part_mib * MIB)
         return buffer
 
-    ways: dict[str, Callable[[], torch.Tensor] | None] = {
-        "nothing": None,
-        "pageable": make_pageable,
-        "pinned": make_pinned,
-        "registered 1": lambda: make_registered(1),
-        "registered 4": lambda: make_registered(4),
-        "registered 16": lambda: make_registered(16),
-        "registered 84": lambda: make_registered(args.mib),
-    }
-    buffers: dict[str, torch.Tensor] = {}
-    for name, make in ways.items():
-        kept: list[torch.Tensor] = []
-        thread = None
-        seconds = [0.0]
-        if make is not None:
-
-            def work(make: Callable[[], torch.Tensor] = make) -> None:
-                seconds[0] = make_buffers(make, args.count, kept)
-
-            thread = threading.Thread(target=work)
-        gaps = measure_gaps(graph, thread)
-        result = {
-            "way": name,
-            "median_ms": round(1e3 * gaps[len(gaps) // 2], 2),
-            "p99_ms": round(1e3 * gaps[len(gaps) * 99 // 100], 2),
-            "longest_ms": round(1e3 * gaps[-1], 2),
-            "ms_per_buffer": round(1e3 * seconds[0] / args.count - 10, 1),
-        }
-        print(json.dumps(result), flush=True)
-        if kept:
-            buffers[name] = kept[0]
-    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    for name, buffer in buffers.items():
-        part_mib = int(name.split()[1]) if name.startswith("registered") else args.mib
-        for parts_mib in sorted({part_mib, args.mib}):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for first in range(0, num_bytes, parts_mib * MIB):
-                end = first + parts_mib * MIB
-                target[first:end].copy_(buffer[first:end], non_blocking=True)
-            call_ms = 1e3 * (time.perf_counter() - begin)
-            torch.cuda.synchronize()
-            rate = num_bytes / (time.perf_counter() - begin) / 1e9
-            is_equal = bool((target.cpu() == buffer).all())
-            result = {
-                "copy of": name,
-                "parts_mib": parts_mib,
-                "call_ms": round(call_ms, 3),
-                "gb_s": round(rate, 1),
-                "equal": is_equal,
-            }
-            print(json.dumps(result), flush=True)
+    part_sizes = (1, 4, 16, args.mib)
+    measure_way("nothing", None, args.count, graph)
+    measure_way("pageable", make_buffer, args.count, graph)
+    pinned = measure_way("pinned", partial(make_buffer, is_pinned=True), args.count, graph)
+    assert pinned is not None
+    measure_copy("pinned", pinned, num_bytes)
+    for size in part_sizes:
+        buffer = measure_way(f"registered {size}", partial(make_buffer, size), args.count, graph)
+        assert buffer is not None
+        for part_bytes in {size * MIB, num_bytes}:
+            measure_copy(f"registered {size}", buffer, part_bytes)
 
 
 if __name__ == "__main__":
