@@ -262,6 +262,7 @@ class InProcessEngine:
     @property
     def stats(self) -> EngineStats:
         pool = self.block_pool
+        slots = tuple(slot.adapter for slot in self.scheduler.adapter_slots.slots)
         return EngineStats(
             len(self.scheduler.running),
             len(self.scheduler.waiting),
@@ -269,7 +270,7 @@ class InProcessEngine:
             pool.num_blocks,
             self.num_steps,
             kv_used_by_group=tuple(pool.used_by_group),
-            adapter_slots=tuple(slot.adapter for slot in self.scheduler.adapter_slots.slots),
+            adapter_slots=slots if any(slots) else (),
         )
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
