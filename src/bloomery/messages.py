@@ -361,6 +361,13 @@ class EngineStats:
     adapter_slot_loads: int = 0  # from host memory into a device slot
     adapter_file_loads: int = 0  # from disk into host memory
     adapter_evictions: int = 0  # from host memory
+    # Recurrent states: checkpoints from which a prompt can go on, and their blocks of the KV cache.
+    checkpoints: int = 0
+    checkpoint_blocks: int = 0
+    # From here on: sums.
+    checkpoints_saved: int = 0
+    checkpoint_hits: int = 0  # sequences that resumed from one
+    checkpoints_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

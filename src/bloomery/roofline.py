@@ -252,6 +252,12 @@ def kv_bytes(model: ModelSpec, length: int, kv_bits: float = 16) -> float:
     return total
 
 
+def state_bytes(model: ModelSpec) -> int:
+    """Bytes of one sequence's recurrent state in all layers, in float32."""
+    parts = [part for spec in model.recurrents for part in state_parts(spec)]
+    return 4 * sum(part.rows * part.width for part in parts)
+
+
 def scores_bytes(heads: int, tokens: int) -> float:
     """Bytes of the full attention score matrix in 16 bits, which Flash Attention never stores."""
     return heads * tokens * tokens * 2.0
@@ -436,6 +442,17 @@ class ExpertsCost(NamedTuple):
     skipped: float  # the share of experts that a token is not routed to
 
 
+# Operations of a scan for each value of the state and each token: decay, read, update and output.
+STATE_OPERATIONS = 8
+
+
+def count_all_reduces(layer: LayerSpec) -> int:
+    """Collectives of a layer: one for the mixer and one for the MLP, or one for both."""
+    has_mixer = layer.attention is not None or layer.recurrent is not None
+    has_mlp = layer.mlp is not None
+    return 1 if layer.parallel else has_mixer + has_mlp
+
+
 class Roofline:
     """Step times of one model on one kind of hardware, precomputed to a few multiplications.
 
@@ -462,9 +479,11 @@ class Roofline:
         self.bandwidth = hardware.bandwidth * tp
         # Collectives of a step in which the logits are not gathered: one for the embedding, two in
         # a layer, one where attention and MLP run in parallel.
-        self.num_all_reduces = 1 + sum(1 if layer.parallel else 2 for layer in model.layers)
+        self.num_all_reduces = 1 + sum(map(count_all_reduces, model.layers))
         self._count_bytes_and_values(precision)
         self._sum_layers(kv_bits)
+        self.state_bytes = state_bytes(model)
+        self.state_operations = STATE_OPERATIONS * self.state_bytes // 4  # of a token
         self._precompute_costs(precision)
 
     def _count_bytes_and_values(self, precision: WeightPrecision) -> None:
@@ -532,6 +551,8 @@ class Roofline:
         self.logits_read = 4 * self.model.vocab / self.bandwidth
         # Unpacking a matrix reads it packed and writes and reads it in 16 bits.
         self.unpack_ratio = 1 + 16 / precision.bits
+        self.state_read = self.state_bytes / self.bandwidth
+        self.state_compute = self.state_operations / (self.hardware.rate(wide_format) * self.tp)
         decode_rate = self._attention_rate("decode attention", wide_format)
         prefill_rate = self._attention_rate("prefill attention", wide_format)
         self.attention = tuple(
@@ -579,8 +600,18 @@ class Roofline:
             seconds += max(read, cost.per_row * tokens * (1 - skipped))
         if sampled:
             seconds += max(self.head.read, self.head.per_row * sampled)
+        if self.state_bytes:
+            seconds += max(self._state_seconds(tokens, sampled))
         pairs = attended if pairs is None else pairs
         return seconds + max(self._attention_seconds(tokens, attended, pairs))
+
+    def _state_seconds(self, tokens: int, sampled: int) -> tuple[float, float]:
+        """Seconds of reading and writing recurrent states, and of the scans' arithmetic.
+
+        Each sequence reads and writes its state once in a step. Sequences that do not sample are
+        in the middle of a prompt, where the state hardly counts; a step has at least one sequence.
+        """
+        return 2 * max(sampled, 1) * self.state_read, self.state_compute * tokens
 
     def _attention_seconds(self, tokens: int, attended: int, pairs: int) -> tuple[float, float]:
         """Seconds of reading the KV cache and of attention's arithmetic.
@@ -609,6 +640,8 @@ class Roofline:
             used = 1 - (1 - top_k / count) ** tokens
             read += count * values * self.expert_weight_bytes * used
             operations += 2 * top_k * values * tokens
+        read += 2 * max(sampled, 1) * self.state_bytes
+        operations += self.state_operations * tokens
         for window, position_bytes in self.kv_position_bytes.items():
             read += position_bytes * min(attended, window * tokens or attended)
             operations += self.pair_operations[window] * min(pairs, window * tokens or pairs)
@@ -666,6 +699,11 @@ class Roofline:
             seconds += self._matmul_seconds(self.head, sampled, 1.0, True)
             logits_reads = calibration.logits_reads_per_sample * sampled
             seconds += logits_reads * self.logits_read / calibration.memory_efficiency
+        if self.state_bytes:
+            read, compute = self._state_seconds(tokens, sampled)
+            seconds += hypot(
+                read / calibration.memory_efficiency, compute / calibration.compute_efficiency
+            )
         pairs = attended if pairs is None else pairs
         read, compute = self._attention_seconds(tokens, attended, pairs)
         seconds += hypot(

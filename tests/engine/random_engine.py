@@ -76,9 +76,9 @@ def random_requests(
     requests: deque[EngineRequest] = deque()
     for number in range(rng.randrange(3, 14)):
         prompt = rng.choice(prefixes) + random_tokens(rng, rng.randrange(0, 6))
-        if requests and rng.random() < 0.35:
+        if requests and rng.random() < 0.45:
             previous = reference_tokens(rng.choice(requests), groups)
-            prompt = previous[: rng.choice([-1, -2, None])] + random_tokens(
+            prompt = previous[: rng.choice([-1, None, None])] + random_tokens(
                 rng, rng.randrange(1, 4)
             )
         prompt_logprobs = rng.choice([None, None, None, None, None, 0])

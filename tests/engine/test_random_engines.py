@@ -15,9 +15,11 @@ from bloomery.engine import block_pool, page_digests
 from bloomery.engine.adapter_slots import AdapterSlot, AdapterSlots
 from bloomery.engine.adapter_store import AdapterStore
 from bloomery.engine.block_pool import BlockPool
-from bloomery.engine.pages import PageBlocks
+from bloomery.engine.pages import PageBlocks, PrefixNode
+from bloomery.engine.prefix_cache import BlockCopies, PrefixCache
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.sequence import Sequence
+from bloomery.engine.state_pool import StatePool
 from bloomery.messages import CacheGroup
 from tests.engine.random_engine import RandomEngine
 
@@ -163,6 +165,71 @@ def drops_adapters_that_are_in_use(slots: AdapterSlots[Any]) -> AdapterSlot:
 
 original_use = AdapterSlots.use
 original_find = AdapterSlots.find
+
+
+def resumes_before_the_copy(cache: PrefixCache, node: PrefixNode) -> bool:
+    return bool(node.checkpoint)
+
+
+def copies_before_the_step(cache: PrefixCache) -> BlockCopies:
+    """Save the states of this step's chunks with the copies of this step."""
+    cache.due_saves |= cache.new_saves
+    cache.new_saves.clear()
+    return original_take_copies(cache)
+
+
+def forgets_copies(cache: PrefixCache) -> BlockCopies:
+    original_take_copies(cache)
+    return ()
+
+
+def copies_one_block_less(cache: PrefixCache) -> BlockCopies:
+    return original_take_copies(cache)[1:]
+
+
+def counts_the_sampled_token(pool: StatePool, sequence: Sequence) -> None:
+    sequence.num_computed += 1
+    original_hand_over(pool, sequence)
+    sequence.num_computed -= 1
+
+
+def keeps_the_save_of_an_evicted_checkpoint(cache: PrefixCache, node: PrefixNode) -> Any:
+    saves = dict(cache.new_saves), dict(cache.due_saves)
+    blocks = original_take_checkpoint(cache, node)
+    cache.new_saves, cache.due_saves = saves
+    return blocks
+
+
+def gives_a_checkpoint_away_twice(cache: PrefixCache, node: PrefixNode) -> Any:
+    blocks = original_take_checkpoint(cache, node)
+    cache.free_blocks += blocks
+    return blocks
+
+
+def saves_the_state_of_another_position(pool: StatePool, sequence: Sequence) -> None:
+    """Take the checkpoint that is due with the chunk before."""
+    if sequence.due_checkpoints and sequence.num_computed < sequence.due_checkpoints[-1][0]:
+        position = sequence.num_computed // pool.page_size * pool.page_size
+        if position:
+            node = sequence.path[position // pool.page_size - 1]
+            if not node.checkpoint:
+                pool.cache.save_checkpoint(node, "prompt", sequence.state, position)
+    original_save(pool, sequence)
+
+
+def takes_over_pages_in_use(pool: StatePool, *args: Any) -> None:
+    sequence, page, page_index = args
+    if page.ref_count == 2:
+        page.ref_count -= 1
+        pool.used_by_group[page.group] -= len(page.blocks)
+    original_release_page(pool, *args)
+
+
+original_take_copies = PrefixCache.take_copies
+original_take_checkpoint = PrefixCache.take_checkpoint
+original_hand_over = StatePool._hand_over
+original_save = StatePool.save_due_checkpoint
+original_release_page = StatePool._release_page
 original_publish = BlockPool.publish
 original_release = BlockPool.release
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -174,6 +241,15 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (BlockPool, "publish", publishes_pages_that_are_not_full),
     (BlockPool, "_digests", forgets_the_prefix),
     (BlockPool, "release", leaks_window_pages),
+    (PrefixCache, "is_ready", resumes_before_the_copy),
+    (PrefixCache, "take_copies", copies_before_the_step),
+    (PrefixCache, "take_copies", forgets_copies),
+    (PrefixCache, "take_copies", copies_one_block_less),
+    (PrefixCache, "take_checkpoint", keeps_the_save_of_an_evicted_checkpoint),
+    (PrefixCache, "take_checkpoint", gives_a_checkpoint_away_twice),
+    (StatePool, "_hand_over", counts_the_sampled_token),
+    (StatePool, "save_due_checkpoint", saves_the_state_of_another_position),
+    (StatePool, "_release_page", takes_over_pages_in_use),
     (page_digests, "root_digest", shares_prefixes_of_other_adapters),
     (AdapterSlots, "release", ends_the_use_of_a_slot_early),
     (AdapterSlots, "use", thinks_that_slots_are_loaded),

@@ -1,12 +1,14 @@
 """Which checkpoints of recurrent states are worth their memory.
 
 A state is as large as the keys and values of thousands of positions, so checkpoints are sparse. The
-value of one is the tokens that it is expected to save, for each block that only it keeps:
+value of one is the number of tokens that it is expected to save per second, for each block that
+only it keeps:
 
-    tokens from the checkpoint before it x odds of another use x recency / blocks
+    tokens from the checkpoint before it x rate of use at its age / blocks
 
-The odds are learned: how often checkpoints of the same kind, used as often, were used once more.
-The recency is 1 / (1 + age / usual time between two uses). Nothing of this is configured.
+The rate is learned for each kind of checkpoint and number of uses: a share of them is used once
+more, after a typical time. The older a checkpoint is, the more likely it is one of the others.
+Nothing of this is configured.
 
 A search looks at a few checkpoints from the old end of a queue only, so its work is bounded.
 """
@@ -14,18 +16,25 @@ A search looks at a few checkpoints from the old end of a queue only, so its wor
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from math import exp
 
 from bloomery.engine.pages import CheckpointKind, PrefixNode
-from bloomery.engine.prefix_tree import exclusive_pages
 
-# Checkpoints that one search looks at, and pages that one score looks back. Chosen: with more, the
-# figures of benchmarks/cache_groups.py --chats did not change.
+# Checkpoints that one search looks at, and pages that one value looks back. Chosen: with 256
+# checkpoints the figures of benchmarks/cache_groups.py --chats changed by less than 0.3 %.
 MAX_CANDIDATES = 32
 MAX_PAGES = 64
 # Checkpoints less likely to be used again enter the queue at its old end. Chosen on one trace.
 RARE_ODDS = 0.1
+# A checkpoint counts as a fallback for another one if it is at least so much as likely to be used.
+# One that is less likely is evicted first, and then the other one saves all tokens. Chosen.
+FALLBACK_ODDS = 0.5
 GAP_WEIGHT = 0.1  # of the newest in the moving average of the time between two uses
-MANY_USES = 2  # checkpoints used as often or more share their odds
+MIN_GAP_SECONDS = 1e-3
+MAX_AGE_GAPS = 50.0  # older checkpoints are alike; keeps numbers above zero
+MANY_USES = 2  # checkpoints used as often or more are judged together
+
+CheckpointClass = tuple[CheckpointKind, int]  # kind and number of uses
 
 
 class CheckpointIndex:
@@ -34,11 +43,12 @@ class CheckpointIndex:
     def __init__(self) -> None:
         self.queue: OrderedDict[PrefixNode, None] = OrderedDict()  # least recently used first
         self.now = 0.0  # seconds, on the clock of the scheduler's caller
-        self.mean_gap = 1.0  # seconds between two uses of a checkpoint
-        # By kind and number of uses: checkpoints that were used so often, and those of them that
-        # were used once more.
-        self.num_made: Counter[tuple[CheckpointKind, int]] = Counter()
-        self.num_reused: Counter[tuple[CheckpointKind, int]] = Counter()
+        # By class: checkpoints that were used so often, those of them that were used once more, and
+        # the seconds that this usually took.
+        self.num_made: Counter[CheckpointClass] = Counter()
+        self.num_reused: Counter[CheckpointClass] = Counter()
+        self.mean_gaps: dict[CheckpointClass, float] = {}
+        self.mean_gap = 30.0  # of all classes; the first is a guess
         self.num_saved = 0  # since the start, by a copy or by handover
         self.num_hits = 0
         self.num_evicted = 0
@@ -62,11 +72,15 @@ class CheckpointIndex:
     def count_use(self, node: PrefixNode) -> None:
         """Note that a sequence has resumed from a checkpoint."""
         self.num_hits += 1
-        self.mean_gap += GAP_WEIGHT * (self.now - node.last_use - self.mean_gap)
-        self.num_reused[node.kind, min(node.num_uses, MANY_USES)] += 1
+        used_class = classify(node.kind, node.num_uses)
+        gap = self.now - node.last_use
+        class_gap = self.mean_gaps.get(used_class, gap)
+        self.mean_gaps[used_class] = class_gap + GAP_WEIGHT * (gap - class_gap)
+        self.mean_gap += GAP_WEIGHT * (gap - self.mean_gap)
+        self.num_reused[used_class] += 1
         node.num_uses += 1
         node.last_use = self.now
-        self.num_made[node.kind, min(node.num_uses, MANY_USES)] += 1
+        self.num_made[classify(node.kind, node.num_uses)] += 1
         self._requeue(node)
 
     def _requeue(self, node: PrefixNode) -> None:
@@ -77,21 +91,57 @@ class CheckpointIndex:
         is_rare = self.estimate_odds(node.kind, node.num_uses) < RARE_ODDS
         self.queue.move_to_end(node, last=not is_rare or node.kind == "fork")
 
+    # ---- values ----------------------------------------------------------------------------------
+
     def estimate_odds(self, kind: CheckpointKind, num_uses: int) -> float:
-        """The probability that a checkpoint is used once more."""
-        key = kind, min(num_uses, MANY_USES)
-        return (self.num_reused[key] + 1) / (self.num_made[key] + 2)
+        """The share of a class that is used once more."""
+        known = classify(kind, num_uses)
+        return (self.num_reused[known] + 1) / (self.num_made[known] + 2)
+
+    def estimate_rate(self, kind: CheckpointKind, num_uses: int, age: float) -> float:
+        """Expected uses per second of a checkpoint that was last used `age` seconds ago.
+
+        Those that are used again are so after a time with an exponential distribution.
+        """
+        odds = self.estimate_odds(kind, num_uses)
+        gap = max(self.mean_gaps.get(classify(kind, num_uses), self.mean_gap), MIN_GAP_SECONDS)
+        still_to_be_used = odds * exp(-min(age / gap, MAX_AGE_GAPS))
+        return still_to_be_used / (still_to_be_used + 1 - odds) / gap
 
     def estimate_value(self, node: PrefixNode, num_uses: int | None = None) -> float:
-        """Expected tokens saved by each block. `num_uses`: as if it had been used so often."""
-        start, exclusive = exclusive_pages(node, MAX_PAGES)
+        """Tokens saved per second by each block. `num_uses`: as if it had been used so often."""
+        uses = node.num_uses if num_uses is None else num_uses
+        least_odds = FALLBACK_ODDS * self.estimate_odds(node.kind, uses)
+        start, exclusive = self._find_exclusive_pages(node, least_odds)
         num_blocks = len(node.checkpoint)
         for page_node in exclusive:
             num_blocks += sum(len(page.blocks) for page in page_node.pages if page is not None)
-        uses = node.num_uses if num_uses is None else num_uses
-        recency = 1 / (1 + (self.now - node.last_use) / max(self.mean_gap, 1e-9))
-        odds = self.estimate_odds(node.kind, uses)
-        return (node.end - start) * odds * recency / max(num_blocks, 1)
+        rate = self.estimate_rate(node.kind, uses, self.now - node.last_use)
+        return (node.end - start) * rate / max(num_blocks, 1)
+
+    def _find_exclusive_pages(
+        self, node: PrefixNode, least_odds: float
+    ) -> tuple[int, list[PrefixNode]]:
+        """What is lost with the checkpoint of `node`.
+
+        Returns the position from which a sequence would have to compute again, and the nodes that
+        nothing else needs. Checkpoints with lower odds than `least_odds` are no fallback.
+        """
+        exclusive = []
+        is_exclusive = node.is_leaf
+        page = node
+        for _ in range(MAX_PAGES):
+            if is_exclusive:
+                exclusive.append(page)
+            before = page.parent
+            if before is None or before.parent is None:
+                break
+            if before.checkpoint and self.estimate_odds(before.kind, before.num_uses) >= least_odds:
+                break
+            has_one_branch = len(before.children) + len(before.tails) == 1
+            is_exclusive = is_exclusive and has_one_branch and not before.num_live
+            page = before
+        return page.start, exclusive
 
     def find_least_valuable(self, with_anchors: bool = False) -> PrefixNode | None:
         """Return the checkpoint of the least value of some of the oldest.
@@ -110,3 +160,8 @@ class CheckpointIndex:
         for node in reversed(candidates):
             self.queue.move_to_end(node, last=False)
         return min(candidates, key=self.estimate_value, default=None)
+
+
+def classify(kind: CheckpointKind, num_uses: int) -> CheckpointClass:
+    """The class of checkpoints that are judged together."""
+    return kind, min(num_uses, MANY_USES)

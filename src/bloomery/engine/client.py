@@ -567,4 +567,7 @@ def add_stats(past: EngineStats, current: EngineStats) -> EngineStats:
         adapter_file_loads=past.adapter_file_loads + current.adapter_file_loads,
         adapter_evictions=past.adapter_evictions + current.adapter_evictions,
         timing=add_timings(past.timing, current.timing),
+        checkpoints_saved=past.checkpoints_saved + current.checkpoints_saved,
+        checkpoint_hits=past.checkpoint_hits + current.checkpoint_hits,
+        checkpoints_evicted=past.checkpoints_evicted + current.checkpoints_evicted,
     )

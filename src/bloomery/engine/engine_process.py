@@ -22,6 +22,7 @@ from bloomery.engine.background import run_in_background
 from bloomery.engine.build import build_engine
 from bloomery.engine.executor import Executor, LoadProgress
 from bloomery.engine.loop import UtilizationMonitor
+from bloomery.engine.prefix_cache import PrefixCache
 from bloomery.errors import BloomeryError
 from bloomery.ipc import (
     ENGINE_CODEC,
@@ -315,6 +316,8 @@ class EngineProcess:
     def send_outputs(self, outputs: tuple[TokenOutput, ...]) -> None:
         """Send outputs with the current statistics. Without outputs this is a heartbeat."""
         self.count_adapters()
+        if self.scheduler.state_pool is not None:
+            self.stats = count_checkpoints(self.stats, self.scheduler.state_pool.cache)
         self.stats = replace(
             self.stats,
             running=len(self.scheduler.running),
@@ -328,3 +331,15 @@ class EngineProcess:
             roofline_share=self.utilization.observe(self.loop.timing, self.clock()),
         )
         self.channel.send(EngineOutput(self.epoch, self.stats, outputs))
+
+
+def count_checkpoints(stats: EngineStats, cache: PrefixCache) -> EngineStats:
+    """Add what is known of the checkpoints of recurrent states."""
+    return replace(
+        stats,
+        checkpoints=len(cache.checkpoints),
+        checkpoint_blocks=cache.num_checkpoint_blocks,
+        checkpoints_saved=cache.checkpoints.num_saved,
+        checkpoint_hits=cache.checkpoints.num_hits,
+        checkpoints_evicted=cache.checkpoints.num_evicted,
+    )

@@ -75,8 +75,8 @@ class PrefixCache:
 
         It pushes out what is worth less than itself, and nothing else.
         """
-        odds = self.checkpoints.estimate_odds(kind, 0)
-        if not self._make_room(len(state), min_gain * odds / len(state)):
+        rate = self.checkpoints.estimate_rate(kind, 0, 0.0)
+        if not self._make_room(len(state), min_gain * rate / len(state)):
             return False
         blocks = self.take_blocks(len(state))
         self.add_checkpoint(node, kind, blocks)

@@ -95,24 +95,3 @@ class PrefixTree:
             todo += [*node.children.values(), *node.tails.values()]
             if node.parent is not None:
                 yield node
-
-
-def exclusive_pages(node: PrefixNode, max_pages: int) -> tuple[int, list[PrefixNode]]:
-    """What is lost with the checkpoint of `node`.
-
-    Returns the position from which a sequence would have to compute again, and the nodes that
-    nothing else needs. Looks back at most `max_pages` pages.
-    """
-    exclusive = []
-    is_exclusive = node.is_leaf
-    page = node
-    for _ in range(max_pages):
-        if is_exclusive:
-            exclusive.append(page)
-        before = page.parent
-        if before is None or before.parent is None or before.checkpoint:
-            break
-        has_one_branch = len(before.children) + len(before.tails) == 1
-        is_exclusive = is_exclusive and has_one_branch and not before.num_live
-        page = before
-    return page.start, exclusive

@@ -138,6 +138,8 @@ class ReplicaSet:
             waiting=sum(stats.waiting for stats in all_stats),
             kv_used=sum(stats.kv_used for stats in all_stats),
             kv_blocks=sum(stats.kv_blocks for stats in all_stats),
+            checkpoints=sum(stats.checkpoints for stats in all_stats),
+            checkpoint_blocks=sum(stats.checkpoint_blocks for stats in all_stats),
             kv_used_by_group=tuple(
                 map(sum, zip(*(stats.kv_used_by_group for stats in all_stats), strict=False))
             ),

@@ -229,7 +229,7 @@ class StatePool:
             return False
         checkpoints = self.cache.checkpoints
         worst = checkpoints.find_least_valuable()
-        if worst is None:
+        if worst is None or worst is node:
             return True
         value = checkpoints.estimate_value(node, node.num_uses + 1)
         return value < checkpoints.estimate_value(worst)

@@ -100,6 +100,10 @@ GAUGES = {
     ),
     "kv_tokens": MetricNames("KV cache tokens in use", tgi="batch_current_max_tokens"),
     "kv_capacity": MetricNames("tokens that fit the KV cache", tgi="batch_max_total_tokens"),
+    "checkpoints": MetricNames("recurrent states from which a prompt can go on", own="checkpoints"),
+    "checkpoint_usage": MetricNames(
+        "share of the KV cache that these states take", own="checkpoint_usage_ratio"
+    ),
     "ready": MetricNames("whether requests are answered", own="ready"),
     "limit": MetricNames(
         "share of the hardware's limit reached in the last seconds", own="limit_ratio"
@@ -120,6 +124,13 @@ COUNTERS = {
     ),
     "prefix_hit": MetricNames(
         "tokens found in the prefix cache", own="prefix_hit_tokens", vllm="prefix_cache_hits"
+    ),
+    "checkpoints_saved": MetricNames("recurrent states saved", own="checkpoints_saved"),
+    "checkpoint_hits": MetricNames(
+        "prompts that went on from a saved recurrent state", own="checkpoint_hits"
+    ),
+    "checkpoints_evicted": MetricNames(
+        "saved recurrent states that were evicted", own="checkpoints_evicted"
     ),
     "preemptions": MetricNames("preemptions", own="preemptions", vllm="num_preemptions"),
     "steps": MetricNames("steps of the engine", own="steps"),

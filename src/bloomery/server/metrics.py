@@ -348,6 +348,7 @@ class ServerMetrics:
             "kv_tokens": round(kv_usage * kv_capacity),
             "kv_capacity": kv_capacity,
             "kv_usage": kv_usage,
+            "checkpoint_usage": stats.checkpoint_blocks / max(stats.kv_blocks, 1),
             "limit": stats.roofline_share or 0.0,
             "ready": self.backend.status.state == "ready",
             "restarts": self.backend.num_restarts,
@@ -489,6 +490,8 @@ def count_tokens(capacity: EngineCapacity, num_blocks: int) -> int:
 
 def describe_group(group: CacheGroup) -> str:
     """The label of a cache group: what its layers keep."""
+    if group.state_blocks:
+        return "recurrent"
     return "full" if group.window is None else f"window-{group.window}"
 
 

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from bloomery.hardware import HARDWARE_SPECS, find_hardware
-from bloomery.roofline import PRECISIONS, kv_bytes_per_token
+from bloomery.roofline import PRECISIONS, kv_bytes_per_token, state_bytes
 from bloomery.runtime.kv_cache import StageCache, single_table_cache
+from bloomery.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    NormSpec,
+)
 from bloomery.tools.plan.estimate import (
     DeviceLayout,
     PlacedModel,
@@ -160,3 +168,50 @@ def test_devices_beyond_one_copy_of_the_model_are_replicas(plan_json: PlanRunner
     flags = ("--gpu", "h200", "--devices", "8", "--tp", "4")
     plan = plan_json(shape_path("llama-8b"), *flags)
     assert plan["layout"] == {"tp": 4, "pp": 1, "replicas": 2}
+
+
+# ---- recurrent states ----------------------------------------------------------------------------
+
+
+def place_hybrid(kv_bits: float = 16, tp: int = 1) -> PlacedModel:
+    """A model with attention in every fourth layer and gated delta nets in the others."""
+    attends = LayerSpec(AttentionSpec(16, 2, 256), MlpSpec(512))
+    recurs = LayerSpec(None, MlpSpec(512), recurrent=GatedDeltaNetSpec(16, 32, 128, 128))
+    layers = tuple(attends if index % 4 == 3 else recurs for index in range(40))
+    model = ModelSpec(248_320, 2048, layers, NormSpec(), context=262_144)
+    return PlacedModel(
+        model, find_hardware("h200"), PRECISIONS["bf16"], kv_bits, DeviceLayout(tp=tp)
+    )
+
+
+def test_a_sequence_takes_its_state_and_its_positions() -> None:
+    placed = place_hybrid()
+    state = state_bytes(placed.model)
+    assert state <= placed.state_bytes_per_sequence <= 1.03 * state
+    position = kv_bytes_per_token(placed.model)
+    for context in (64, 6400):
+        expected = placed.state_bytes_per_sequence + context * position
+        assert placed.kv_bytes_per_sequence(context) == expected
+    # One sequence less leaves room for as many checkpoints as fit its memory.
+    largest = placed.max_batch_size(6400)
+    assert placed.count_checkpoints(largest, 6400) <= 1
+    assert placed.count_checkpoints(largest // 2, 6400) > largest // 2
+
+
+def test_states_are_divided_over_ranks_and_do_not_shrink_with_the_kv_cache() -> None:
+    one_rank = place_hybrid().state_bytes_per_sequence
+    assert place_hybrid(tp=2).state_bytes_per_sequence == one_rank / 2
+    # 8-bit keys with scales: the scales of a block that holds a state lie idle.
+    assert one_rank <= place_hybrid(kv_bits=8.125).state_bytes_per_sequence <= 1.03 * one_rank
+
+
+def test_steps_read_and_write_states() -> None:
+    placed = place_hybrid()
+    alone = placed.roofline.step_floor(1, 1, 1)
+    many = placed.roofline.step_floor(64, 64, 64)
+    states = 2 * 63 * state_bytes(placed.model)
+    positions = 63 * kv_bytes_per_token(placed.model)
+    assert many.bytes - alone.bytes == pytest.approx(states + positions)
+    assert many.seconds - alone.seconds >= states / placed.hardware.bandwidth
+    assert placed.decode_seconds(64, 1) > states / placed.hardware.bandwidth
+    assert placed.estimate_batch(256, 1024).bound == "cache"

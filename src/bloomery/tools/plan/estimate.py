@@ -16,6 +16,7 @@ from typing import Any
 from bloomery.cache_groups import (
     CacheLayout,
     count_held_blocks,
+    count_state_blocks,
     local_kv_heads,
     plan_cache_groups,
 )
@@ -34,6 +35,7 @@ from bloomery.roofline import (
     kv_bytes_per_token,
     peak_bytes,
     scores_bytes,
+    state_bytes,
     weights_bytes,
 )
 from bloomery.spec import ModelSpec
@@ -160,8 +162,18 @@ class PlacedModel:
         """The cache groups of the model, with default settings."""
         scales = self.kv_bits not in (16, 32)
         return plan_cache_groups(
-            self.model, self.model.context, self.page_size, self.layout.tp, scales
+            self.model,
+            self.model.context,
+            self.page_size,
+            self.layout.tp,
+            scales,
+            self.value_bytes,
         )
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a stored key or value, without its scale."""
+        return max(int(self.kv_bits // 8), 1)
 
     @cached_property
     def kv_block_bytes(self) -> float:
@@ -170,6 +182,8 @@ class PlacedModel:
             2 * local_kv_heads(attention, self.layout.tp) * attention.head_dim
             for attention in self.model.attentions
         ]
+        if self.cache_layout.slot_bytes:
+            return self._state_block_bytes()
         if len(self.cache_layout.groups) == 1:
             values = sum(position_bytes) * self.page_size
         else:
@@ -182,6 +196,23 @@ class PlacedModel:
             )
         return values * self.kv_bits / 8 / self.layout.pp
 
+    def _state_block_bytes(self) -> float:
+        """Bytes of a block that may also hold a part of a recurrent state."""
+        layout = self.cache_layout
+        num_slots = max(-(-group.num_layers // group.num_tables) for group in layout.groups)
+        scale_share = self.kv_bits / (8 * self.value_bytes) if self.model.attentions else 1.0
+        return num_slots * layout.slot_bytes * scale_share / self.layout.pp
+
+    @property
+    def state_bytes_per_sequence(self) -> float:
+        """Bytes of a sequence's recurrent state on each device; a checkpoint takes as many."""
+        return self.kv_block_bytes * count_state_blocks(self.cache_layout.groups)
+
+    def count_checkpoints(self, num_users: int, context: int) -> int:
+        """Checkpoints of states that fit beside so many sequences of this context."""
+        rest = self.free_kv_bytes - num_users * self.kv_bytes_per_sequence(context)
+        return max(0, int(rest // self.state_bytes_per_sequence))
+
     def _held_bytes(self, context: int, step_tokens: int) -> float:
         groups = self.cache_layout.groups
         return self.kv_block_bytes * count_held_blocks(groups, context, self.page_size, step_tokens)
@@ -189,12 +220,19 @@ class PlacedModel:
     def kv_bytes_per_sequence(self, context: int) -> float:
         """KV cache bytes of one sequence on each device while it decodes.
 
-        Layers with a sliding window keep the blocks of their window only.
+        Layers with a sliding window keep the blocks of their window only, recurrent layers their
+        state.
         """
-        if all(group.window is None for group in self.cache_layout.groups):
+        if self.keeps_all_positions:
             all_heads = context * kv_bytes_per_token(self.model, self.kv_bits)
             return all_heads * self.kv_head_share / self.layout.pp
         return self._held_bytes(context, 1)
+
+    @property
+    def keeps_all_positions(self) -> bool:
+        """Whether all layers keep the keys and values of all positions, and nothing else."""
+        groups = self.cache_layout.groups
+        return all(group.window is None and not group.state_blocks for group in groups)
 
     def prefill_kv_bytes(self, context: int) -> float:
         """KV cache bytes that the sequence in prefill holds beyond the others.
@@ -229,6 +267,7 @@ class PlacedModel:
         expected = self.decode_seconds(batch, context)
         tokens_per_second = batch / expected * self.layout.replicas
         cache_bytes = group * kv_bytes(self.model, context, self.kv_bits) * self.kv_head_share
+        cache_bytes += group * 2 * state_bytes(self.model)  # read and written
         cache_seconds = cache_bytes / self.hardware.bandwidth
         floor_parts = {
             "computing": floor.operations / self.roofline.rate,
@@ -397,7 +436,7 @@ class PlanEstimate:
     def sequence_kv_bytes(self) -> float:
         """KV cache bytes of one sequence of the plan's context, on all devices of a replica."""
         chosen = self.chosen
-        if all(group.window is None for group in chosen.cache_layout.groups):
+        if chosen.keeps_all_positions:
             return self.context * kv_bytes_per_token(self.model, self.options.kv_bits)
         num_ranks = chosen.layout.tp * chosen.layout.pp
         return chosen.kv_bytes_per_sequence(self.context) * num_ranks
@@ -445,6 +484,10 @@ class PlanEstimate:
             },
             "kv_bytes_per_token": round(kv_bytes_per_token(model, options.kv_bits)),
             "kv_bytes_per_sequence": round(self.sequence_kv_bytes()),
+            "state_bytes_per_sequence": round(chosen.state_bytes_per_sequence),
+            "checkpoints_beside_one_user": chosen.count_checkpoints(1, self.context)
+            if chosen.cache_layout.slot_bytes
+            else 0,
             "cache_groups": [asdict(group) for group in chosen.cache_layout.groups],
             "activation_bytes": round(largest_step(model, options.hardware)[1]),
             "scores_bytes": round(scores_bytes(heads, self.context)),

@@ -176,16 +176,34 @@ def _vision_lines(plan: PlanEstimate) -> list[str]:
 
 
 def _cache_group_lines(plan: PlanEstimate) -> list[str]:
-    """What layers with a sliding window keep, if there are any."""
-    groups = plan.chosen.cache_layout.groups
+    """What layers with a sliding window or a recurrent state keep, if there are any."""
+    groups = [group for group in plan.chosen.cache_layout.groups if not group.state_blocks]
     if all(group.window is None for group in groups):
-        return []
+        return _state_lines(plan)
     parts = [
         ("1 layer keeps " if group.num_layers == 1 else f"{group.num_layers} layers keep ")
         + ("all positions" if group.window is None else f"the last {group.window:,}")
         for group in groups
     ]
-    return [f"{'':29}{', '.join(parts)}"]
+    return [f"{'':29}{', '.join(parts)}", *_state_lines(plan)]
+
+
+def _state_lines(plan: PlanEstimate) -> list[str]:
+    """The memory of recurrent states, and how many checkpoints of them fit."""
+    chosen = plan.chosen
+    if not chosen.cache_layout.slot_bytes:
+        return []
+    num_layers = len(plan.model.recurrents)
+    num_ranks = chosen.layout.tp * chosen.layout.pp
+    state = chosen.state_bytes_per_sequence * num_ranks
+    num_users = max(chosen.max_users(plan.context) // chosen.layout.replicas, 1)
+    num_checkpoints = chosen.count_checkpoints(num_users, plan.context)
+    users = "1 user" if num_users == 1 else f"{num_users:,} users"
+    return [
+        f"{'':29}of which {format_quantity(state)} the state of {num_layers} recurrent layers",
+        f"  checkpoints      {format_quantity(state):>9}  a state to resume a prefix from; "
+        f"{num_checkpoints:,} fit beside {users}",
+    ]
 
 
 def _prompt_memory_lines(plan: PlanEstimate) -> list[str]:
