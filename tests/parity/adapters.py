@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import peft
 import torch
 
@@ -82,3 +83,32 @@ def adapted_request(
     if folder is None:
         return request
     return replace(request, lora=str(folder), lora_path=str(folder))
+
+
+def write_gguf_adapter(adapted: Any, path: Path, architecture: str, permuted: bool) -> None:
+    """Write PEFT's adapter as llama.cpp's converter does.
+
+    permuted: the rows of q and k are stored for interleaved rope.
+    """
+    config = adapted.config
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(adapted.peft_config["default"].lora_alpha))
+    for name, module in adapted.base_model.model.named_modules():
+        if not hasattr(module, "lora_A") or not len(module.lora_A):
+            continue
+        target = f"{names.mapping[name][1]}.weight"
+        a = module.lora_A["default"].weight.detach()
+        b = module.lora_B["default"].weight.detach()
+        if permuted and name.endswith(("q_proj", "k_proj")):
+            num_heads = len(b) // config.head_dim
+            b = b.unflatten(0, (num_heads, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{target}.lora_a", a.numpy())
+        writer.add_tensor(f"{target}.lora_b", b.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

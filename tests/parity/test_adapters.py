@@ -14,6 +14,7 @@ import torch
 
 from bloomery.artifacts.locate import locate_model
 from bloomery.executors.multiprocess import MultiprocessExecutor
+from bloomery.layers.mlp import MlpBlock
 from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.thread_pool import ThreadPool
@@ -23,8 +24,10 @@ from tests.parity.adapters import (
     build_adapter_loop,
     greedy_tokens,
     save_adapter,
+    write_gguf_adapter,
 )
 from tests.parity.cases import CASES, VOCAB, make_checkpoint
+from tests.parity.gguf_writer import write_gguf
 from tests.parity.serve import build_plan, decoder_logits, output_token_ids, run_requests
 
 CPU = torch.device("cpu")
@@ -188,3 +191,58 @@ def test_several_ranks_give_the_tokens_of_one(
     assert output_token_ids(outputs["base"]) == base
     assert output_token_ids(outputs["adapted"]) == expected
     assert "there is no such adapter" in str(outputs["bad"][-1].error)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "bloom"])
+def test_adapters_of_a_gguf_file_equal_peft(family: str, tmp_path: Path) -> None:
+    """From PEFT, with the names of transformers, and converted to GGUF where layers stay apart."""
+    model = make_model(family, tmp_path / "model")
+    file = tmp_path / "model.gguf"
+    write_gguf(model, file)
+    adapted = save_adapter(model, tmp_path / "adapter")
+    check_logits(file, tmp_path / "adapter", adapted)
+    if family in ("llama", "qwen3"):
+        converted = tmp_path / "adapter.gguf"
+        write_gguf_adapter(adapted, converted, family, permuted=family == "llama")
+        check_logits(file, converted, adapted)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "fp8", "nf4"])
+def test_adapters_of_quantized_weights_equal_peft(quantize: str, tmp_path: Path) -> None:
+    """PEFT computes with the weights that the format stores."""
+    model = make_model("llama", tmp_path / "model")
+    memory = AdapterMemory(2, RANK, torch.float32, CPU)
+    loaded = load_model(
+        locate_model(str(tmp_path / "model")),
+        "auto",
+        torch.float32,
+        CPU,
+        quantize=quantize,
+        adapter_memory=memory,
+    )
+    decoder = loaded.decoder
+    assert decoder.head is not None and decoder.embed is not None
+    with torch.no_grad():
+        model.lm_head.weight.copy_(decoder.head.linear.matrix.gather(torch.arange(VOCAB)))
+        model.model.embed_tokens.weight.copy_(decoder.embed.matrix.gather(torch.arange(VOCAB)))
+        for layer, own in zip(model.model.layers, decoder.layers):
+            attention, mlp = own.attention, own.mlp
+            assert attention is not None and isinstance(mlp, MlpBlock)
+            for linear, parent, modules in (
+                (attention.qkv, layer.self_attn, ("q_proj", "k_proj", "v_proj")),
+                (attention.out, layer.self_attn, ("o_proj",)),
+                (mlp.up, layer.mlp, ("gate_proj", "up_proj")),
+                (mlp.down, layer.mlp, ("down_proj",)),
+            ):
+                weights = [getattr(parent, name).weight for name in modules]
+                rows = torch.arange(sum(len(weight) for weight in weights))
+                values = linear.matrix.gather(rows)
+                for weight, part in zip(weights, values.split([len(w) for w in weights])):
+                    assert not torch.equal(weight, part), "the weights are not quantized"
+                    weight.copy_(part)
+    adapted = save_adapter(model, tmp_path / "adapter", ["q_proj", "v_proj", "up_proj"])
+    tokens = random_tokens(24, seed=5)
+    with torch.no_grad():
+        expected = adapted(torch.tensor([tokens])).logits[0]
+    actual = adapter_logits(loaded, tmp_path / "adapter", tokens)
+    assert (actual - expected).abs().max() <= 1e-4

@@ -118,6 +118,12 @@ class AdapterConversion:
         self.is_gguf = location.is_file()
         self.config: AdapterConfig
         if self.is_gguf:
+            if reader.module_names is reader.names:
+                raise refuse(
+                    location,
+                    "a GGUF adapter needs a base model that is a GGUF file, too; serve that file, "
+                    "or load the PEFT adapter that this one was converted from",
+                )
             self.path = location
             file, self.config = read_gguf_adapter(location)
             self.source = FileSource.gguf(file)
@@ -421,8 +427,11 @@ class AdapterConversion:
         """
         layer = layer_of(target.prefix)
         modules = [module for module in self.modules.values() if module.layer == layer]
-        stacked = self._find_stacked(target, modules)
         stored = translate_names(target.stored, self.reader.names, self.names)
+        if self.is_gguf:
+            self._convert_gguf_experts(target, stored, a, b)
+            return
+        stacked = self._find_stacked(target, modules)
         layout = FusedTensor("stacked", interleaved=is_interleaved(stored))
         for expert in range(target.adapters.num_experts):
             if stacked is None:
@@ -430,6 +439,25 @@ class AdapterConversion:
             else:
                 own = {layout.name: LowRankPair(stacked.a[expert], stacked.b[expert])}
                 ArrangedLayer(self, target, layout, {}, own).write(a[expert], b[expert], None)
+
+    def _convert_gguf_experts(
+        self, target: AdapterTarget, stored: Stored, a: torch.Tensor, b: torch.Tensor
+    ) -> None:
+        """Fill the matrices of all experts from modules with those of all experts each."""
+        layer = layer_of(target.prefix)
+        modules = {name: self._find(layer, name) for name in self._names(target, stored)}
+        stacks = {
+            name: None if module is None else self._load_stacked(module, target)
+            for name, module in modules.items()
+        }
+        if not any(modules.values()):
+            return
+        for expert in range(target.adapters.num_experts):
+            own = {
+                name: None if stack is None else LowRankPair(stack.a[expert], stack.b[expert])
+                for name, stack in stacks.items()
+            }
+            ArrangedLayer(self, target, stored, modules, own).write(a[expert], b[expert], None)
 
     def _find_stacked(
         self, target: AdapterTarget, modules: list[AdapterModule]
