@@ -349,9 +349,13 @@ def store_conv_states_kernel(
         )
 
 
+# A decode kernel reads the states and the metadata of its sequence before it waits for the input
+# projection (launch.py): in a step, no other kernel writes them, and the last one that writes the
+# metadata (gather_state_blocks) is never overtaken.
+
+
 @jit
-def conv_decode(
-    row,  # projected inputs of the token, from the convolution's first channel on
+def convolve_history(
     weight,
     memory,
     state_blocks,  # of the sequence
@@ -362,28 +366,24 @@ def conv_decode(
     WIDTH: tl.constexpr,
     ROWS_PER_BLOCK: tl.constexpr,
 ):
-    """Convolve one position of some channels and store its input; returns it without silu [N].
+    """What the earlier inputs of some channels add to the position's output, [N].
 
-    Several programs may do so for the same channels: none overwrites what another one reads.
+    One-dimensional throughout: a tile of channels and columns would impose its layout on the state.
     """
-    x = tl.load(row + channel, mask=used, other=0.0).to(tl.float32)
-    return conv_decode_input(
-        x,
-        weight,
-        memory,
-        state_blocks,
-        channel,
-        used,
-        position,
-        block_stride,
-        WIDTH,
-        ROWS_PER_BLOCK,
-    )
+    state_row = load_state_rows(state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
+    continues = used & (channel * 0 + position > 0)
+    total = channel * 0.0
+    for tap in tl.static_range(WIDTH - 1):
+        column = (position % WIDTH + 1 + tap) % WIDTH
+        old = tl.load(memory + state_row + column, mask=continues, other=0.0)
+        total += old * tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
+    return total
 
 
 @jit
-def conv_decode_input(
-    x,  # [N]
+def convolve_input(
+    x,  # [N] inputs of the position
+    history,  # [N] from convolve_history
     weight,
     memory,
     state_blocks,
@@ -394,21 +394,16 @@ def conv_decode_input(
     WIDTH: tl.constexpr,
     ROWS_PER_BLOCK: tl.constexpr,
 ):
-    """The same as `conv_decode` for inputs that are loaded.
+    """The output of the convolution without silu, [N]; stores the inputs.
 
-    One-dimensional throughout: a tile of channels and columns would impose its layout on the state.
+    Several programs may do so for the same channels: none overwrites what another one reads.
     """
+    state_row = load_state_rows(state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
     place = position % WIDTH
-    state_row = memory + load_state_rows(
-        state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used
-    )
-    continues = used & (channel * 0 + position > 0)
-    total = x * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=used, other=0.0)
+    tl.store(memory + state_row + place, x, mask=used)
     for tap in tl.static_range(WIDTH - 1):
-        column = (place + 1 + tap) % WIDTH
-        old = tl.load(state_row + column, mask=continues, other=0.0)
-        total += old * tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
         # The first position of a sequence clears the columns before it.
-        tl.store(state_row + column, channel * 0.0, mask=used & (channel * 0 + position == 0))
-    tl.store(state_row + place, x, mask=used)
-    return total
+        column = (place + 1 + tap) % WIDTH
+        begins = used & (channel * 0 + position == 0)
+        tl.store(memory + state_row + column, channel * 0.0, mask=begins)
+    return history + x * tl.load(weight + channel * WIDTH + WIDTH - 1, mask=used, other=0.0)

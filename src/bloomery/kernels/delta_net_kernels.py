@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from bloomery.fusion import NormPrologue
-from bloomery.kernels.causal_conv import conv_decode
+from bloomery.kernels.causal_conv import convolve_history, convolve_input
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
@@ -146,7 +146,6 @@ def decode_delta_net_kernel(
 ):
     """One program computes one value head of one sequence."""
     launch_dependents(PDL)
-    wait_for_previous(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + sequence)
@@ -168,33 +167,50 @@ def decode_delta_net_kernel(
             scan_blocks, head * KEY_DIM + key, SCAN_ROWS, VALUE_DIM, block_stride, is_key
         )
         pointers = memory + state_row[:, None] + value[None, :]
-        state = tl.load(pointers, mask=tile & (value * 0 + position > 0)[None, :], other=0.0)
-        gate = tl.load(row + 2 * KEYS + VALUES + head * VALUE_DIM + value, mask=is_value, other=0.0)
-        beta = tl.load(row + 2 * KEYS + 2 * VALUES + head).to(tl.float32)
-        step = tl.load(row + 2 * KEYS + 2 * VALUES + NUM_VALUE_HEADS + head).to(tl.float32)
-        log_decay = tl.load(decay + head) * softplus(step + tl.load(dt_bias + head))
-        beta = beta_scale / (1.0 + tl.exp(-beta))
+        continues = value * 0 + position > 0
+        state = tl.load(pointers, mask=tile & continues[None, :], other=0.0)
         # q and k in one vector, which has at least as many elements as the program has threads:
         # then each element is computed once. A shorter one would be computed by every warp.
         both = tl.arange(0, 2 * KEY_BLOCK)
-        qk = conv_decode(
-            row,
+        is_used = both % KEY_BLOCK < KEY_DIM
+        qk_channel = both // KEY_BLOCK * KEYS + key_head * KEY_DIM + both % KEY_BLOCK
+        v_channel = 2 * KEYS + head * VALUE_DIM + value
+        qk = convolve_history(
+            conv, memory, conv_blocks, qk_channel, is_used, position, block_stride, WIDTH, CONV_ROWS
+        )
+        v = convolve_history(
+            conv, memory, conv_blocks, v_channel, is_value, position, block_stride, WIDTH, CONV_ROWS
+        )
+        head_decay = tl.load(decay + head)
+        step_bias = tl.load(dt_bias + head)
+        wait_for_previous(PDL)
+        gate = tl.load(row + 2 * KEYS + VALUES + head * VALUE_DIM + value, mask=is_value, other=0.0)
+        beta = tl.load(row + 2 * KEYS + 2 * VALUES + head).to(tl.float32)
+        step = tl.load(row + 2 * KEYS + 2 * VALUES + NUM_VALUE_HEADS + head).to(tl.float32)
+        qk_input = tl.load(row + qk_channel, mask=is_used, other=0.0).to(tl.float32)
+        v_input = tl.load(row + v_channel, mask=is_value, other=0.0).to(tl.float32)
+        log_decay = head_decay * softplus(step + step_bias)
+        beta = beta_scale / (1.0 + tl.exp(-beta))
+        qk = convolve_input(
+            qk_input,
+            qk,
             conv,
             memory,
             conv_blocks,
-            both // KEY_BLOCK * KEYS + key_head * KEY_DIM + both % KEY_BLOCK,
-            both % KEY_BLOCK < KEY_DIM,
+            qk_channel,
+            is_used,
             position,
             block_stride,
             WIDTH,
             CONV_ROWS,
         )
-        v = conv_decode(
-            row,
+        v = convolve_input(
+            v_input,
+            v,
             conv,
             memory,
             conv_blocks,
-            2 * KEYS + head * VALUE_DIM + value,
+            v_channel,
             is_value,
             position,
             block_stride,
@@ -219,6 +235,8 @@ def decode_delta_net_kernel(
         y = y * gate / (1.0 + tl.exp(-gate))
         result = out + token.to(tl.int64) * VALUES + head * VALUE_DIM + value
         tl.store(result, y.to(out.dtype.element_ty), mask=is_value)
+    else:
+        wait_for_previous(PDL)
 
 
 # ---- prefill chunks ------------------------------------------------------------------------------

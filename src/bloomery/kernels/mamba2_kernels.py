@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from bloomery.kernels.causal_conv import conv_decode_input
+from bloomery.kernels.causal_conv import convolve_history, convolve_input
 from bloomery.kernels.delta_net_kernels import softplus
 from bloomery.kernels.launch import (
     jit,
@@ -81,6 +81,14 @@ def load_scaled(pointers, factors, channel, mask):
 
 
 @jit
+def select_row(x, row: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
+    """Elements row * WIDTH to (row + 1) * WIDTH - 1 of a vector of LENGTH elements."""
+    rows = tl.reshape(x, (LENGTH // WIDTH, WIDTH))
+    is_row = tl.arange(0, LENGTH // WIDTH)[:, None] == row
+    return tl.sum(tl.where(is_row, rows, 0.0), 0)
+
+
+@jit
 def decode_mamba2_kernel(
     projected,  # [tokens, row_stride]: gate | x | B | C | dt
     conv,  # [channels, WIDTH]
@@ -114,7 +122,6 @@ def decode_mamba2_kernel(
 ):
     """One program computes one head of one sequence."""
     launch_dependents(PDL)
-    wait_for_previous(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + sequence)
@@ -136,63 +143,52 @@ def decode_mamba2_kernel(
         pointers = memory + state_row[:, None] + state[None, :]
         continues = state * 0 + position > 0
         scan = tl.load(pointers, mask=tile & continues[None, :], other=0.0)
-        x_channel = head * HEAD_DIM + index
-        b_channel = INNER + head // (HEADS // GROUPS) * STATE_SIZE + state
-        c_channel = b_channel + GROUPS * STATE_SIZE
-        x = load_scaled(row + x_channel, factors, x_channel, is_head)
-        x = conv_decode_input(
-            x,
-            conv,
-            memory,
-            conv_blocks,
-            x_channel,
-            is_head,
-            position,
-            block_stride,
-            WIDTH,
-            CONV_ROWS,
-        )
-        b = load_scaled(row + b_channel, factors, b_channel, is_state)
-        b = conv_decode_input(
-            b,
-            conv,
-            memory,
-            conv_blocks,
-            b_channel,
-            is_state,
-            position,
-            block_stride,
-            WIDTH,
-            CONV_ROWS,
-        )
-        c = load_scaled(row + c_channel, factors, c_channel, is_state)
-        c = conv_decode_input(
-            c,
-            conv,
-            memory,
-            conv_blocks,
-            c_channel,
-            is_state,
-            position,
-            block_stride,
-            WIDTH,
-            CONV_ROWS,
+        # x, B and C in one vector, which has at least as many elements as the program has threads:
+        # then each element is computed once. A shorter one would be computed by every warp.
+        PART: tl.constexpr = HEAD_BLOCK if HEAD_BLOCK > STATE_BLOCK else STATE_BLOCK
+        place = tl.arange(0, 4 * PART)
+        part = place // PART
+        offset = place % PART
+        is_used = (offset < tl.where(part == 0, HEAD_DIM, STATE_SIZE)) & (part < 3)
+        group = INNER + head // (HEADS // GROUPS) * STATE_SIZE
+        channel = tl.where(part == 0, head * HEAD_DIM, group + (part - 1) * GROUPS * STATE_SIZE)
+        channel += offset
+        xbc = convolve_history(
+            conv, memory, conv_blocks, channel, is_used, position, block_stride, WIDTH, CONV_ROWS
         )
         if conv_bias is not None:
-            x += tl.load(conv_bias + x_channel, mask=is_head, other=0.0)
-            b += tl.load(conv_bias + b_channel, mask=is_state, other=0.0)
-            c += tl.load(conv_bias + c_channel, mask=is_state, other=0.0)
-        x = x / (1.0 + tl.exp(-x))
-        b = b / (1.0 + tl.exp(-b))
-        c = c / (1.0 + tl.exp(-c))
+            xbc += tl.load(conv_bias + channel, mask=is_used, other=0.0)
+        head_decay = tl.load(decay + head)
+        step_bias = tl.load(dt_bias + head)
+        head_skip = tl.load(skip + head)
+        wait_for_previous(PDL)
+        xbc = convolve_input(
+            load_scaled(row + channel, factors, channel, is_used),
+            xbc,
+            conv,
+            memory,
+            conv_blocks,
+            channel,
+            is_used,
+            position,
+            block_stride,
+            WIDTH,
+            CONV_ROWS,
+        )
+        xbc = xbc / (1.0 + tl.exp(-xbc))
+        x = select_row(xbc, 0, 4 * PART, HEAD_BLOCK)
+        b = select_row(xbc, PART // STATE_BLOCK, 4 * PART, STATE_BLOCK)
+        c = select_row(xbc, 2 * PART // STATE_BLOCK, 4 * PART, STATE_BLOCK)
         dt = tl.load(row + INNER + 2 * GROUPS * STATE_SIZE + head).to(tl.float32)
-        dt = softplus(dt * dt_scale + tl.load(dt_bias + head))
+        dt = softplus(dt * dt_scale + step_bias)
         dt = tl.minimum(tl.maximum(dt, dt_least), dt_most)
-        scan = scan * tl.exp(dt * tl.load(decay + head)) + (dt * x)[:, None] * b[None, :]
+        scan = scan * tl.exp(dt * head_decay) + (dt * x)[:, None] * b[None, :]
         tl.store(pointers, scan, mask=tile)
-        y = tl.sum(scan * c[None, :], 1) + x * tl.load(skip + head)
-        result = out + token.to(tl.int64) * INNER + x_channel
+        y = tl.sum(scan * c[None, :], 1) + x * head_skip
+        result = out + token.to(tl.int64) * INNER + head * HEAD_DIM + index
         tl.store(result, y.to(out.dtype.element_ty), mask=is_head)
+    else:
+        wait_for_previous(PDL)
 
 
 def prefill_mamba2_triton(

@@ -10,8 +10,9 @@ from bloomery.kernels.causal_conv import (
     ConvHeads,
     ConvInput,
     causal_conv_reference,
-    conv_decode_input,
     conv_prefills_triton,
+    convolve_history,
+    convolve_input,
 )
 from bloomery.kernels.launch import (
     jit,
@@ -102,7 +103,6 @@ def decode_short_conv_kernel(
 ):
     """One program computes some channels of one sequence."""
     launch_dependents(PDL)
-    wait_for_previous(PDL)
     sequence = tl.program_id(0)
     token = tl.load(query_start_loc + sequence)
     has_token = tl.load(query_start_loc + sequence + 1) > token
@@ -111,14 +111,22 @@ def decode_short_conv_kernel(
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         used = channel < SIZE
         row = projected + token.to(tl.int64) * (3 * SIZE) + channel
+        blocks = state_blocks + sequence * blocks_stride
+        y = convolve_history(
+            conv, memory, blocks, channel, used, position, block_stride, WIDTH, CONV_ROWS
+        )
+        if conv_bias is not None:
+            y += tl.load(conv_bias + channel, mask=used, other=0.0)
+        wait_for_previous(PDL)
         b = tl.load(row, mask=used, other=0.0).to(tl.float32)
         c = tl.load(row + SIZE, mask=used, other=0.0).to(tl.float32)
         x = tl.load(row + 2 * SIZE, mask=used, other=0.0).to(tl.float32)
-        y = conv_decode_input(
+        y = convolve_input(
             b * x,
+            y,
             conv,
             memory,
-            state_blocks + sequence * blocks_stride,
+            blocks,
             channel,
             used,
             position,
@@ -126,10 +134,10 @@ def decode_short_conv_kernel(
             WIDTH,
             CONV_ROWS,
         )
-        if conv_bias is not None:
-            y += tl.load(conv_bias + channel, mask=used, other=0.0)
         result = out + token.to(tl.int64) * SIZE + channel
         tl.store(result, (c * y).to(out.dtype.element_ty), mask=used)
+    else:
+        wait_for_previous(PDL)
 
 
 def short_conv_reference(
