@@ -778,7 +778,7 @@ EXPERT_TILINGS: dict[int, list[ExpertGemvTiling] | list[PackedGemmTiling]] = {
                 tiles, (64, 128), ((1, 3), (1, 4), (2, 2), (2, 3), (4, 2), (4, 3))
             )
         ]
-        for tokens, tiles in ((64, (16,)), (256, (16, 32)), (2048, (64, 128)))
+        for tokens, tiles in ((64, (16,)), (256, (32, 64)), (2048, (64, 128)))
     },
 }
 
