@@ -31,6 +31,7 @@ log = logging.getLogger("bloomery.server")
 
 MAX_NAMES_IN_ERRORS = 10
 READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
+LOAD_SECONDS = 300.0  # that a client waits for an adapter at most; a download does not count
 LORA_REMEDY = "start the server with --enable-lora, --lora-modules NAME=PATH or --lora-allow FOLDER"
 LORA_OFF = f"this server runs without LoRA adapters: {LORA_REMEDY}"
 
@@ -202,7 +203,11 @@ class ServedAdapters:
         try:
             path = await asyncio.to_thread(self._locate_allowed, source)
             adapter = self.catalog.create(name, str(path), source)
-            info = await self.backend.load_adapter(adapter.engine_name, adapter.path)
+            loading = self.backend.load_adapter(adapter.engine_name, adapter.path)
+            info = await asyncio.wait_for(loading, LOAD_SECONDS)
+        except TimeoutError:
+            message = f"the adapter was not read within {LOAD_SECONDS:.0f} s: check its file system"
+            raise HttpError(504, message, "adapter_timeout", "timeout") from None
         finally:
             self.loading.discard(name)
         before = self.catalog.put(adapter)
