@@ -1249,12 +1249,15 @@ def mxfp4_to_16bit_asm(vector_type: str, is_bf16: bool) -> list[str]:
     lowest_bit = 6 if is_bf16 else 9
     mask = "0x01c001c0" if is_bf16 else "0x0e000e00"
     lines = [] if is_bf16 else ["mov.b32 m, 0x74007400;"]  # 2 ** 14
+    # Left shifts may run as multiplications on another unit, so only one is a right shift.
+    lines.append(f"shr.u32 la, w, {12 - lowest_bit};")
     for i in range(4):
         shift = lowest_bit - 4 * i
+        source = "w" if shift >= 0 else "la"
         lines += [
             f"shl.b32 t, w, {12 - 4 * i};",
             "and.b32 u, t, 0x80008000;",
-            f"shl.b32 t, w, {shift};" if shift >= 0 else f"shr.u32 t, w, {-shift};",
+            f"shl.b32 t, {source}, {shift if shift >= 0 else 12 - 4 * i};",
             f"lop3.b32 v{i}, t, {mask}, u, 0xEA;",
         ]
         if not is_bf16:
