@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bloomery.artifacts.locate import locate_model
+from bloomery.errors import UnsupportedModel
 from bloomery.kernels.gemv import precompute_norm_shift
 from bloomery.layers.mlp import MlpBlock
 from bloomery.models.load import LoadedModel, load_model
@@ -59,3 +61,13 @@ def test_products_behind_layer_norms_are_prepared_before_the_first_step(
             shift = linear.matrix.norm_shifts[id(norm)]
             expected = precompute_norm_shift(linear.matrix.weight, norm)
             assert torch.equal(shift, expected)
+
+
+def test_models_without_any_attention_are_refused(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "lfm2")
+    make_checkpoint(case, tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"layer_types": ["conv"] * 3}
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match="none of the layers has attention"):
+        load_rank(tmp_path, DeviceMesh())

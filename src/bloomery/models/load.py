@@ -13,6 +13,7 @@ import torch
 from bloomery.artifacts import gguf
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.describe import describe_gguf_file, describe_model
+from bloomery.errors import UnsupportedModel
 from bloomery.families import ModelDescription, resolve_tensor_names
 from bloomery.layout import TensorParallelLayout
 from bloomery.models.adapter_files import AdapterReader
@@ -86,6 +87,11 @@ def load_model(
         return Decoder(model, open_weights(), mesh.group, layer_range)
 
     model = model_info.model
+    if not model.attentions:
+        raise UnsupportedModel(
+            f"{artifact.path}: none of the layers has attention; recurrent layers run only in "
+            "models that have attention layers too"
+        )
     layers = range(len(model.layers))
     if select_layers is not None:
         layers = select_layers(model, load_layers)

@@ -123,9 +123,10 @@ class ThreadPool:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate the result of an operation; in the arena while a trace is recorded."""
         arena = self.arena
-        if arena is None:
+        count = prod(shape)
+        if arena is None or not count:
             return torch.empty(shape, dtype=dtype)
-        return arena.allocate(prod(shape), dtype).view(shape)
+        return arena.allocate(count, dtype).view(shape)
 
     def allocate_weights(self, size: int) -> torch.Tensor:
         """Allocate bytes for weights, on huge pages, because every step reads all of them."""
