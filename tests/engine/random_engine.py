@@ -213,6 +213,8 @@ class RandomEngine:
         )
         if self.loop.adapter_store is not None:
             self.loop.adapter_store.read_version = read_version_at_once
+            for slots in (self.loop.adapter_store.places, self.scheduler.adapter_slots):
+                slots.max_wait_seconds = rng.choice([0.0, 0.05, 1.0])
         self.num_drafts = rng.choice([0, 0, 1, 3])
         self.abort_probability = rng.choice([0.0, 0.0, 0.1])
         adapters = [""]
@@ -341,12 +343,14 @@ class RandomEngine:
         slots = self.scheduler.adapter_slots
         self.events["adapter loads"] += slots.num_loads
         self.events["adapters that lost their slot"] += slots.num_evictions
+        self.events["slots drained"] += slots.num_drains
         self.loop.step()  # releases the adapters of the last requests
         store = self.loop.adapter_store
         assert not slots.waiting
         assert all(slot.is_free for slot in slots.slots)
         if store is not None:
             self.events["adapters read again"] += store.num_evictions
+            self.events["places drained"] += store.places.num_drains
             assert all(place.is_free for place in store.places.slots)
             assert self.executor.host_adapters == store.adapters.keys()
 

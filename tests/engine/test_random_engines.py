@@ -38,6 +38,8 @@ EVENTS = (
     "adapter loads",
     "adapters that lost their slot",
     "adapters read again",
+    "slots drained",
+    "places drained",
     "resumed at a checkpoint: prompt",
     "resumed at a checkpoint: answer",
     "resumed at a checkpoint: fork",

@@ -60,7 +60,9 @@ class AdapterSlots(Generic[RequestT]):
         self.slots = [AdapterSlot(number) for number in range(1, num_slots + 1)]
         self.by_adapter: dict[str, AdapterSlot] = {}
         self.waiting: dict[str, WaitingRequests[RequestT]] = {}  # by adapter, the longest first
+        self.max_wait_seconds = MAX_WAIT_SECONDS
         self.num_uses = 0
+        self.num_drains = 0
         self.num_loads = 0
         self.num_evictions = 0
 
@@ -150,7 +152,7 @@ class AdapterSlots(Generic[RequestT]):
         """Drain as many slots as adapters have waited too long; never more."""
         draining = [slot for slot in self.slots if slot.is_draining]
         num_overdue = sum(
-            adapter not in self.by_adapter and now - waiting.since >= MAX_WAIT_SECONDS
+            adapter not in self.by_adapter and now - waiting.since >= self.max_wait_seconds
             for adapter, waiting in self.waiting.items()
         )
         for slot in draining[num_overdue:]:
@@ -160,6 +162,7 @@ class AdapterSlots(Generic[RequestT]):
         candidates.sort(key=lambda slot: (slot.num_users, slot.last_use))
         for slot in candidates[: max(num_overdue - len(draining), 0)]:
             slot.is_draining = True
+            self.num_drains += 1
 
     def _place(self, slot: AdapterSlot, adapter: str) -> None:
         """Give the slot to an adapter, which is not loaded yet."""
