@@ -62,12 +62,12 @@ def register(buffer: torch.Tensor, part_bytes: int) -> None:
 
 
 def make_buffers(
-    make: Callable[[], torch.Tensor], count: int, kept: list[torch.Tensor], seconds: list[float]
+    make: Callable[[], torch.Tensor], count: int, buffers: list[torch.Tensor], seconds: list[float]
 ) -> None:
     """Make buffers with pauses between them, and note how long each took."""
     for _ in range(count):
         begin = time.perf_counter()
-        kept.append(make())
+        buffers.append(make())
         seconds.append(time.perf_counter() - begin)
         time.sleep(0.01)
 
@@ -100,11 +100,11 @@ def measure_way(
     name: str, make: Callable[[], torch.Tensor] | None, count: int, graph: torch.cuda.CUDAGraph
 ) -> torch.Tensor | None:
     """Print the gaps while a thread makes buffers; returns one of them."""
-    kept: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
     seconds: list[float] = []
     thread = None
     if make is not None:
-        work = partial(make_buffers, make, count, kept, seconds)
+        work = partial(make_buffers, make, count, buffers, seconds)
         thread = threading.Thread(target=work)
     gaps = measure_gaps(graph, thread)
     result = {
@@ -116,7 +116,7 @@ def measure_way(
     if seconds:
         result["ms_per_buffer"] = round(1e3 * sum(seconds) / count, 1)
     print(json.dumps(result), flush=True)
-    return kept[0] if kept else None
+    return buffers[0] if buffers else None
 
 
 def measure_copy(name: str, buffer: torch.Tensor, part_bytes: int) -> None:
