@@ -39,6 +39,7 @@ MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
 MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
 FUSED_SHRINKS = 32  # programs of a fused kernel that shrink
+OVERLAP_SHRINKS = False  # shrink rows while the base product runs, on a stream of its own
 
 
 class AdapterBatch:
@@ -48,6 +49,8 @@ class AdapterBatch:
         # [linear layers] int32: see FusedLora. None on a CPU.
         self.counters: torch.Tensor | None = None
         self.num_slots = 0  # on the device; 0: rows are not grouped
+        # Rows are shrunk on this stream while the base product runs; None: before it.
+        self.side_stream: torch.cuda.Stream | None = None
         self.groups: RowGroups | None = None
         self.slots: torch.Tensor | None = None  # [rows] int32, -1: none; None: no row has one
         self.all_slots: torch.Tensor | None = None  # of all rows of the forward pass
@@ -308,9 +311,16 @@ def group_rows_kernel(
 
 
 def lora_shrink_triton(
-    x: torch.Tensor, matrices: LoraMatrices, rows: LoraRows, splits: int | None = None
+    x: torch.Tensor,
+    matrices: LoraMatrices,
+    rows: LoraRows,
+    splits: int | None = None,
+    starts_early: bool = True,
 ) -> torch.Tensor:
-    """Run the kernel: partial sums [splits, rows, parts * rank]."""
+    """Run the kernel: partial sums [splits, rows, parts * rank].
+
+    `starts_early`: it may start before the kernel before it has ended (launch.py).
+    """
     x = x.contiguous()
     num_rows, inputs = x.shape
     num_slots, num_experts, width, _ = matrices.a.shape
@@ -344,7 +354,7 @@ def lora_shrink_triton(
         BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        **pdl_options(x.device),
+        **(pdl_options(x.device) if starts_early else {"PDL": False}),
     )
     return out
 
@@ -356,6 +366,7 @@ def lora_expand_triton(
     y: torch.Tensor,
     start: torch.Tensor | None = None,
     accumulates: bool = True,
+    starts_early: bool = True,
 ) -> None:
     """Run the kernel: shrunk has partial sums [splits, rows, parts * rank].
 
@@ -401,7 +412,7 @@ def lora_expand_triton(
         BLOCK_OUT=block_out,
         PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
         num_warps=4,
-        **pdl_options(y.device),
+        **(pdl_options(y.device) if starts_early else {"PDL": False}),
     )
 
 

@@ -12,6 +12,7 @@ pass over the same bytes. A DeferredAdd represents the sum until a norm or anoth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, overload
 
 import torch
@@ -176,7 +177,10 @@ class LinearLayer:
         if len(normed) == 1 and normed.is_cuda:
             bias = adapters.as_bias(normed, self.bias)
             return LinearLayer(self.matrix, bias)(normed, None, epilogue)
-        y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
+        if normed.is_cuda:
+            y = adapters.add_product(normed, partial(self.matrix.linear, bias=self.bias))
+        else:
+            y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
         return apply_epilogue(y, epilogue, self.pool)
 
     def _run_fused(

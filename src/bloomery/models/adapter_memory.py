@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from bloomery.kernels import lora
 from bloomery.kernels.lora import FUSED_SHRINKS, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.quant.base import PreparedWeight
@@ -171,6 +172,8 @@ class AdapterMemory:
         workspace = torch.zeros(size, dtype=torch.float32, device=self.device)
         self.batch.counters = counters
         self.batch.num_slots = self.num_slots
+        if lora.OVERLAP_SHRINKS:
+            self.batch.side_stream = torch.cuda.Stream(self.device)
         for adapters, counter in zip(inner, counters.split(1)):
             adapters.counter = counter
             adapters.workspace = workspace

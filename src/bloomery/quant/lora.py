@@ -10,7 +10,7 @@ This file does not know how adapters are stored in files (models/adapter_files.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,9 +21,11 @@ from bloomery.kernels.lora import (
     LoraRows,
     lora_bias,
     lora_expand,
+    lora_expand_triton,
     lora_lookup,
     lora_project,
     lora_shrink,
+    lora_shrink_triton,
 )
 from bloomery.native.thread_pool import ThreadPool
 
@@ -85,6 +87,25 @@ class LinearAdapters:
         rows = LoraRows(slots, experts, self.batch.groups)
         shrunk = lora_shrink(x, self.matrices, rows, pool)
         lora_expand(shrunk, self.matrices, rows, y, pool)
+        return y
+
+    def add_product(
+        self, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return multiply(x) with the adapters' part, which is computed meanwhile. On a GPU."""
+        side = self.batch.side_stream
+        slots = self.batch.slots
+        if side is None or slots is None or self.matrices is None:
+            return self.add(x, multiply(x))
+        rows = LoraRows(slots, None, self.batch.groups)
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            # The memory of `shrunk` is used again on this stream, after the stream has waited.
+            shrunk = lora_shrink_triton(x, self.matrices, rows, starts_early=False)
+        y = multiply(x)
+        main.wait_stream(side)
+        lora_expand_triton(shrunk, self.matrices, rows, y, starts_early=False)
         return y
 
     def fused(self) -> FusedLora | None:
