@@ -1,10 +1,14 @@
 """What LoRA adapters cost on one GPU, with random weights of a real shape.
 
     PYTHONPATH=src:. python3 benchmarks/lora.py check
+    PYTHONPATH=src:. python3 benchmarks/lora.py tokens
     PYTHONPATH=src:. python3 benchmarks/lora.py step llama-8b --rows 1 64
     PYTHONPATH=src:. python3 benchmarks/lora.py load llama-8b --registered 256 --slots 32
 
 check: the kernels against their references on the GPU, and the matrices of one layer, timed.
+
+tokens: greedy tokens of tiny models whose requests have different adapters, on the GPU and on the
+CPU.
 
 step: the time of a decode step, for each number of rows: without adapters in an engine that takes
 none, then in an engine that has loaded sixteen of them: rows of the base model, all rows with one
@@ -347,6 +351,85 @@ def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> 
             raise SystemExit(f"{name}: the fused kernel differs from its reference")
 
 
+def write_random_adapter(model: Any, folder: Path, seed: int) -> Path:
+    """Write a random adapter of all linear layers of a transformers model in PEFT's format."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+
+    def add(path: str, rank: int, inputs: int, outputs: int) -> None:
+        a = torch.randn(rank, inputs, generator=generator)
+        b = torch.randn(outputs, rank, generator=generator)
+        tensors[f"base_model.model.{path}.lora_A.weight"] = a / inputs**0.5
+        tensors[f"base_model.model.{path}.lora_B.weight"] = 0.3 * b
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            add(name, 4, module.in_features, module.out_features)
+        stack = getattr(module, "gate_up_proj", None)
+        if isinstance(stack, torch.nn.Parameter):
+            experts, outputs, inputs = stack.shape
+            add(f"{name}.base_layer", 4 * experts, inputs, outputs)
+            add(name, 4 * experts, outputs // 2, inputs)
+    folder.mkdir(parents=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ".*"}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def check_tokens(families: Sequence[str] = ("llama", "mixtral", "gpt_neox")) -> None:
+    """Compare greedy tokens of requests with several adapters on the GPU and on the CPU."""
+    from bloomery import LLM
+    from bloomery.messages import EngineRequest, ResolvedSampling
+    from tests.parity.cases import CASES, make_checkpoint
+
+    for family in families:
+        case = next(c for c in CASES if c.name.replace("-", "_").startswith(family))
+        work = Path(tempfile.mkdtemp())
+        model = make_checkpoint(case, work / "model")
+        paths = [write_random_adapter(model, work / f"adapter{i}", i) for i in range(3)]
+        choices = [*paths, None, paths[0], None, paths[2]]
+        results = {}
+        for device in ("cpu", "cuda"):
+            llm = LLM(
+                str(work / "model"),
+                device=device,
+                dtype="float32",
+                skip_tokenizer_init=True,
+                enable_lora=True,
+                max_loras=2,
+                max_num_seqs=8,
+                max_model_len=96,
+                kv_cache_gib=0.05,
+            )
+            outputs: dict[str, list[int]] = {str(i): [] for i in range(len(choices))}
+            alone = EngineRequest("alone", tuple(range(5, 30)), ResolvedSampling(0.0), 16)
+            outputs["alone"] = []
+            batches = [[replace(alone, lora=str(paths[1]), lora_path=str(paths[1]))], []]
+            for i, path in enumerate(choices):
+                prompt = tuple((7 * i + 3 * j) % 90 + 5 for j in range(10 + i))
+                request = EngineRequest(str(i), prompt, ResolvedSampling(temperature=0.0), 16)
+                name = "" if path is None else str(path)
+                batches[1].append(replace(request, lora=name, lora_path=name))
+            for batch in batches:
+                for request in batch:
+                    llm.loop.add(request)
+                while llm.loop.busy:
+                    for output in llm.loop.step():
+                        if output.error:
+                            raise SystemExit(output.error)
+                        outputs[output.request] += output.ids
+            results[device] = outputs
+            llm.executor.close()
+        equal = [name for name, ids in results["cpu"].items() if results["cuda"][name] == ids]
+        print(json.dumps({"family": case.name, "equal": len(equal), "of": len(choices) + 1}))
+        if len(equal) <= len(choices):
+            print(results, flush=True)
+
+
 def time_kernel(work: Any, prepare: Any = None) -> float:
     """Microseconds of a launch within a CUDA graph of a hundred; `prepare` runs before each."""
     import torch
@@ -375,7 +458,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=("check", "step", "load"))
+    parser.add_argument("command", choices=("check", "tokens", "step", "load"))
     parser.add_argument("shape", nargs="?", default="llama-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--registered", type=int, default=256)
@@ -389,6 +472,9 @@ def main() -> None:
     if args.command == "check":
         check_kernels()
         check_fused()
+        return
+    if args.command == "tokens":
+        check_tokens()
         return
     work = Path(tempfile.mkdtemp())
     adapter = write_adapter(args.shape, work / "adapter")
