@@ -14,7 +14,7 @@ from typing import Any
 from bloomery.config import resolve_device
 from bloomery.families import describe_config
 from bloomery.hardware import HardwareSpec, detect_hardware, usable_memory_bytes
-from bloomery.roofline import PRECISIONS, Roofline, kv_bytes, weights_bytes
+from bloomery.roofline import PRECISIONS, Roofline, kv_bytes, state_bytes, weights_bytes
 from bloomery.spec import ModelSpec
 
 # A model "fits" with one sequence of this many tokens beside its weights.
@@ -143,7 +143,7 @@ def list_fits(hardware: HardwareSpec, memory_bytes: float) -> Iterator[ModelFit]
     share = CPU_MEMORY_SHARE if hardware.is_cpu else GPU_MEMORY_SHARE
     for entry in OPEN_MODELS:
         model = entry.describe()
-        cache_bytes = kv_bytes(model, CONTEXT_TOKENS, KV_BITS)
+        cache_bytes = kv_bytes(model, CONTEXT_TOKENS, KV_BITS) + state_bytes(model)
         fit = None
         for name in precision_names:
             num_bytes = weights_bytes(model, PRECISIONS[name])

@@ -154,15 +154,25 @@ def test_a_preempted_sequence_resumes_where_it_stopped() -> None:
 
 def test_a_state_that_has_run_past_the_answer_is_not_kept() -> None:
     pool = make_pool()
-    sequence = start(pool, 0, range(6))
+    sequence = start(pool, 0, range(10))
     compute(pool, sequence)
     answer(pool, sequence, [7, 3], "stop", num_run_on=2)
     assert {node.kind for node in pool.cache.tree if node.checkpoint} == {"prompt"}
     # One step in flight computes the stop token itself, which the next prompt contains.
-    exact = start(pool, 1, range(20, 26))
+    exact = start(pool, 1, range(20, 30))
     compute(pool, exact)
     answer(pool, exact, [7, 3], "stop", num_run_on=1)
-    assert start(pool, 2, [*range(20, 26), 7, 3, 1]).num_computed == 8
+    assert start(pool, 2, [*range(20, 30), 7, 3, 1]).num_computed == 12
+
+
+def test_a_prompt_whose_checkpoint_would_save_less_than_a_page_takes_no_extra_step() -> None:
+    pool = make_pool()
+    sequence = start(pool, 0, range(6))
+    assert pool.limit_chunk(sequence, 6) == 6
+    # Checkpoints of prompts that are never used again lower the odds.
+    pool.cache.checkpoints.num_made["prompt", 0] = 10
+    assert pool.limit_chunk(start(pool, 1, range(20, 30)), 10) == 10
+    assert pool.limit_chunk(start(pool, 2, range(30, 90)), 60) == 56
 
 
 def test_the_eviction_of_a_new_checkpoint_cancels_its_copy() -> None:

@@ -133,7 +133,11 @@ class StatePool:
         if not self.prefix_cache or request.pooling is not None:
             return []
         kinds: dict[int, CheckpointKind] = {hit.fork: "fork"}
-        kinds[(len(request.prompt) - 1) // self.page_size * self.page_size] = "prompt"
+        prompt_end = (len(request.prompt) - 1) // self.page_size * self.page_size
+        # The chunk that ends there costs a step more. It must be expected to save a page.
+        odds = self.cache.checkpoints.estimate_odds("prompt", 0)
+        if odds * (prompt_end - hit.position) >= self.page_size:
+            kinds[prompt_end] = "prompt"
         positions = sorted((end for end in kinds if end > hit.position), reverse=True)
         return [(end, kinds[end]) for end in positions]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from bloomery.cache_groups import count_held_blocks
 from bloomery.config import at_least, output_file
 from bloomery.engine.loop import EngineLoop
 from bloomery.errors import ConfigError
@@ -201,9 +202,6 @@ def measure_steps(
     max_prefill = min(max_prompt, capacity.max_num_batched_tokens)
     for length in sorted({min(length, max_prefill) for length in prompt_lengths}):
         yield measure_prefill(recording_loop, submitted, capacity, length, clock)
-    # Layers with windows take less room; so many positions fit in any case.
-    page_blocks = sum(group.page_blocks for group in capacity.cache_groups)
-    num_positions = capacity.blocks // page_blocks * capacity.block_size
     for batch in batch_sizes:
         if batch > capacity.max_num_seqs:
             continue
@@ -212,7 +210,13 @@ def measure_steps(
             # A batch whose prefill takes more than a few steps would take minutes on a CPU.
             is_quick = batch * length <= 4 * capacity.max_num_batched_tokens
             fits = length + SPARE_TOKENS <= max_prompt
-            if is_quick and fits and batch * sequence_positions <= num_positions:
+            num_blocks = count_held_blocks(
+                capacity.cache_groups,
+                sequence_positions,
+                capacity.block_size,
+                capacity.max_num_batched_tokens,
+            )
+            if is_quick and fits and batch * num_blocks <= capacity.blocks:
                 yield measure_decode(recording_loop, submitted, capacity, batch, length, clock)
 
 
