@@ -30,6 +30,7 @@ from bloomery.kernels.state_cache import (
 )
 
 TOKENS_PER_PROGRAM = 32
+SEQUENCES = 16  # that a program looks at together to find those of its tokens
 
 
 def causal_conv_reference(
@@ -163,7 +164,7 @@ def conv_prefills_triton(
         ROWS_PER_BLOCK=view.rows_per_block,
         TOKENS=TOKENS_PER_PROGRAM,
         BLOCK=next_power_of_2(max(heads.narrow if heads.num_narrow else 1, heads.wide)),
-        SEQUENCES=next_power_of_2(num_sequences - first),
+        SEQUENCES=SEQUENCES,
         num_warps=4,
         **pdl,
     )
@@ -234,10 +235,13 @@ def conv_prefill_kernel(
     if head >= NUM_NARROW:
         first_channel = NUM_NARROW * NARROW + (head - NUM_NARROW) * WIDE
         size = WIDE
-    index = first_sequence + tl.arange(0, SEQUENCES)
-    is_sequence = index < num_sequences
-    ends = tl.load(query_start_loc + index + 1, mask=is_sequence, other=num_tokens)
-    sequence = first_sequence + tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), 1)
+    sequence = first_sequence + tl.zeros((TOKENS,), tl.int32)
+    for start in range(first_sequence, num_sequences, SEQUENCES):
+        index = start + tl.arange(0, SEQUENCES)
+        is_sequence = index < num_sequences
+        ends = tl.load(query_start_loc + index + 1, mask=is_sequence, other=num_tokens)
+        has_ended = is_sequence[None, :] & (ends[None, :] <= token[:, None])
+        sequence += tl.sum(has_ended.to(tl.int32), 1)
     first_token = tl.load(query_start_loc + first_sequence)
     inside = (token >= first_token) & (token < num_tokens) & (sequence < num_sequences)
     sequence = tl.where(inside, sequence, first_sequence)

@@ -33,6 +33,7 @@ from bloomery.kernels.launch import (
 from bloomery.kernels.state_cache import RecurrentMetadata, StateView, load_state_rows
 from bloomery.spec import GatedDeltaNetSpec
 
+SEQUENCES = 16  # that a program looks at together to find its chunk
 CHUNK = 64  # positions; also written in prepare_chunks_kernel as 4 blocks of 16
 
 
@@ -293,7 +294,7 @@ def prefill_delta_net_triton(
         **shape,
         VALUE_BLOCK=max(next_power_of_2(spec.value_dim), 16),
         CHUNK=CHUNK,
-        SEQUENCES=next_power_of_2(num_prefills),
+        SEQUENCES=SEQUENCES,
         PRECISION="ieee" if in_float32 else tiling.solve_precision,
         num_warps=tiling.prepare_warps,
         **pdl,
@@ -348,27 +349,29 @@ def find_chunk(
     query_start_loc,
     first_sequence,
     num_sequences,
-    SEQUENCES: tl.constexpr,
     CHUNK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):
-    """The sequence of a chunk, the chunk's first token and the sequence's end.
+    """The first token of a chunk and the end of its sequence, both 0 if there is no such chunk.
 
-    A chunk that does not exist begins at its end.
+    index: of the chunk among those of all sequences, which it looks through SEQUENCES at a time.
     """
+    first = 0
+    last = 0
+    num_before = 0  # chunks of the sequences before
     offset = tl.arange(0, SEQUENCES)
-    sequence = first_sequence + offset
-    is_sequence = sequence < num_sequences
-    begin = tl.load(query_start_loc + sequence, mask=is_sequence, other=0)
-    end = tl.load(query_start_loc + sequence + 1, mask=is_sequence, other=0)
-    chunks = (end - begin + CHUNK - 1) // CHUNK
-    ends = tl.cumsum(chunks, 0)
-    place = tl.sum((ends <= index).to(tl.int32), 0)
-    exists = place < SEQUENCES
-    mine = offset == place
-    chunk = index - tl.sum(tl.where(mine, ends - chunks, 0), 0)
-    first = tl.sum(tl.where(mine, begin, 0), 0) + chunk * CHUNK
-    last = tl.sum(tl.where(mine, end, 0), 0)
-    return tl.where(exists, first, 0), tl.where(exists, last, 0)
+    for start in range(first_sequence, num_sequences, SEQUENCES):
+        sequence = start + offset
+        is_sequence = sequence < num_sequences
+        begin = tl.load(query_start_loc + sequence, mask=is_sequence, other=0)
+        end = tl.load(query_start_loc + sequence + 1, mask=is_sequence, other=0)
+        chunks = (end - begin + CHUNK - 1) // CHUNK
+        ends = num_before + tl.cumsum(chunks, 0)
+        mine = (ends > index) & (ends - chunks <= index)
+        first += tl.sum(tl.where(mine, begin + (index - ends + chunks) * CHUNK, 0), 0)
+        last += tl.sum(tl.where(mine, end, 0), 0)
+        num_before += tl.sum(chunks, 0)
+    return first, last
 
 
 @jit(do_not_specialize=["first_sequence", "num_sequences"])
@@ -401,7 +404,7 @@ def prepare_chunks_kernel(
     launch_dependents(PDL)
     wait_for_previous(PDL)
     first, end = find_chunk(
-        tl.program_id(0), query_start_loc, first_sequence, num_sequences, SEQUENCES, CHUNK
+        tl.program_id(0), query_start_loc, first_sequence, num_sequences, CHUNK, SEQUENCES
     )
     head = tl.program_id(1)
     if first < end:
