@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from bloomery.artifacts.locate import ModelArtifact, locate_model
 from bloomery.config import EngineConfig, resolve_device
 from bloomery.describe import build_engine_plan, checkpoint_dtype, describe_model
-from bloomery.errors import UnsupportedModel
+from bloomery.errors import CheckpointError, UnsupportedModel
+from bloomery.families import describe_config
+from tests.families.hub_configs import CONFIGS
 
 
 def write_checkpoint(path: Path, **config: object) -> ModelArtifact:
@@ -40,6 +42,19 @@ def write_checkpoint(path: Path, **config: object) -> ModelArtifact:
 )
 def test_dtype_is_read_from_the_files(tmp_path: Path, config: dict, expected: str) -> None:
     assert checkpoint_dtype(write_checkpoint(tmp_path, **config)) == expected
+
+
+def test_infinity_is_read_as_published_files_have_it(tmp_path: Path) -> None:
+    config = CONFIGS["Nemotron-3-Nano-30B-A3B"]
+    artifact = write_checkpoint(tmp_path, **config)
+    assert "[0.0, Infinity]" in (tmp_path / "config.json").read_text()
+    assert describe_model(artifact).model == describe_config(config).model
+    artifact = write_checkpoint(tmp_path, **config | {"routed_scaling_factor": float("inf")})
+    with pytest.raises(UnsupportedModel, match="routed_scaling_factor must be a number"):
+        describe_model(artifact)
+    artifact = write_checkpoint(tmp_path, **config | {"time_step_limit": [0.0, float("nan")]})
+    with pytest.raises(CheckpointError, match="NaN is not JSON"):
+        describe_model(artifact)
 
 
 def test_unknown_dtype_is_refused_by_name(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from math import prod
 
 from bloomery import layout
 from bloomery.artifacts import gguf, safetensors
-from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.files import parse_config_json
 from bloomery.artifacts.locate import ModelArtifact, locate_model
 from bloomery.config import (
     EngineConfig,
@@ -33,7 +33,7 @@ def describe_model(artifact: ModelArtifact) -> ModelDescription:
     """Describe a model from its config.json or its GGUF metadata."""
     if artifact.kind == "folder":
         path = artifact.path / "config.json"
-        return describe_config(parse_strict_json(path.read_bytes(), str(path)))
+        return describe_config(parse_config_json(path.read_bytes(), str(path)))
     return describe_gguf_file(gguf.read_gguf(artifact.path, read_string_arrays=False))
 
 
@@ -62,7 +62,7 @@ def checkpoint_dtype(artifact: ModelArtifact, dummy: bool = False) -> str:
     if artifact.kind == "gguf":
         return "bfloat16"  # quantized values fit into it
     path = artifact.path / "config.json"
-    config = parse_strict_json(path.read_bytes(), str(path))
+    config = parse_config_json(path.read_bytes(), str(path))
     config = {**(config.get("text_config") or {}), **config}
     quantization = config.get("quantization_config") or {}
     stated = (

@@ -29,7 +29,7 @@ LAYOUTS = {
 CASES_BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.fixture(scope="module", params=["mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Any]:

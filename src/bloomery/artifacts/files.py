@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,31 @@ def check_readable(path: Path) -> None:
         ) from None
 
 
-def parse_strict_json(text: bytes, origin: str) -> dict[str, Any]:
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def parse_config_json(text: bytes, origin: str) -> dict[str, Any]:
+    """Parse a config.json. Published ones have the literal Infinity as the limit of a time step.
+
+    It becomes the object that newer versions of transformers write instead.
+    """
+
+    def parse_constant(constant: str) -> Any:
+        return {"__float__": constant} if constant == "Infinity" else _refuse_constant(constant)
+
+    return parse_strict_json(text, origin, parse_constant)
+
+
+def parse_strict_json(
+    text: bytes, origin: str, parse_constant: Callable[[str], Any] = _refuse_constant
+) -> dict[str, Any]:
     """Parse a JSON object in UTF-8. Duplicate keys, NaN and deep nesting are refused."""
     try:
         value = json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_refuse_duplicates,
-            parse_constant=_refuse_constant,
+            parse_constant=parse_constant,
         )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
@@ -62,7 +81,3 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{name!r} appears twice")
     return values
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

@@ -22,7 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.files import parse_config_json, parse_strict_json
 from bloomery.artifacts.locate import ModelArtifact
 from bloomery.artifacts.safetensors import read_safetensors_header
 from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
@@ -219,7 +219,7 @@ def finish_folder(
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     config_file = origin / "config.json"
-    config = parse_strict_json(config_file.read_bytes(), str(config_file))
+    config = parse_config_json(config_file.read_bytes(), str(config_file))
     config = {**config, "quantization_config": quantization_config}
     (out / "config.json").write_text(json.dumps(config, indent=1))
     (out / STATE_FILE).unlink()

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.files import parse_config_json
 from bloomery.artifacts.gguf import GgufTensor, read_gguf
 from bloomery.artifacts.locate import locate_model
 from bloomery.describe import checkpoint_dtype, describe_model
@@ -56,7 +56,7 @@ def read_model_source(name: str | None, revision: str | None = None) -> ModelSou
     None is the embedded model.
     """
     if name is not None and name.endswith(".json") and Path(name).is_file():
-        config = parse_strict_json(Path(name).read_bytes(), name)
+        config = parse_config_json(Path(name).read_bytes(), name)
         dtype = str(config.get("torch_dtype"))
         description = describe_config(config)
         return ModelSource(
@@ -75,7 +75,7 @@ def read_model_source(name: str | None, revision: str | None = None) -> ModelSou
         on_cpu = _gguf_precision(tensors, CPU_GGUF_FORMATS, cpu=True)
         return ModelSource(artifact.name, model, on_gpu, on_cpu, text_part_only)
     path = artifact.path / "config.json"
-    config = parse_strict_json(path.read_bytes(), str(path))
+    config = parse_config_json(path.read_bytes(), str(path))
     dtype = checkpoint_dtype(artifact, True)
     precision = _stated_precision(config, dtype)
     return ModelSource(artifact.name, model, precision, text_part_only=text_part_only)
