@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bloomery.fusion import ActivationEpilogue, NormPrologue, ResidualEpilogue
+from bloomery.fusion import ActivationEpilogue, NormPrologue, QkTransform, ResidualEpilogue
+from bloomery.kernels.activation import activation_reference, activation_triton
 from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
 from bloomery.kernels.lora import (
     FUSED_SHRINKS,
@@ -22,7 +23,11 @@ from bloomery.kernels.lora import (
     lora_shrink_reference,
     lora_shrink_triton,
 )
-from bloomery.kernels.norm import rms_norm_reference
+from bloomery.kernels.norm import norm_triton, rms_norm_reference
+from bloomery.kernels.rope_cache import (
+    apply_rope_and_cache_reference,
+    apply_rope_and_cache_triton,
+)
 
 SLOTS = 3
 # Rows, inputs, outputs of each part, rank, experts per token of how many (0: no experts), dtype.
@@ -169,3 +174,30 @@ def test_an_adapter_fused_with_the_product_equals_reference(
     actual = gemv_triton(x, weight, bias, norm, epilogue, lora=lora)
     check_close(actual, expected, torch.float32)
     assert int(counter) == FUSED_SHRINKS + 1
+
+
+def test_kernels_after_a_product_add_its_second_part() -> None:
+    """A norm, an activation, and rope with the KV cache read the sum of two tensors."""
+    torch.manual_seed(0)
+    y, added, residual = torch.randn(3, 5, 64)
+    weight = torch.rand(64)
+    total, normed = norm_triton(y, weight, None, 1e-5, False, residual, 0.5, added)
+    expected = residual + 0.5 * (y + added)
+    assert torch.allclose(total, expected, atol=1e-6)
+    assert torch.allclose(normed, rms_norm_reference(expected, weight, 1e-5), atol=1e-5)
+    for gated in (False, True):
+        activation = ActivationEpilogue("silu", gated)
+        actual = activation_triton(y, activation, added)
+        assert torch.allclose(actual, activation_reference(y + added, activation), atol=1e-6)
+    angles = (torch.rand(5, 8), torch.rand(5, 8))
+    transform = QkTransform(angles=angles)
+    slot_mapping = torch.tensor([3, 0, 4, 1, 2], dtype=torch.int32)
+    results = []
+    for run in (apply_rope_and_cache_reference, apply_rope_and_cache_triton):
+        cache = torch.zeros(2, 6, 1, 16)
+        gate = torch.zeros(5, 16)
+        columns = (y + added,) if run is apply_rope_and_cache_reference else (y,)
+        extra = () if run is apply_rope_and_cache_reference else (added,)
+        q = run(*columns, cache, slot_mapping, transform, gate, *extra)
+        results.append(torch.cat((q.flatten(), cache.flatten(), gate.flatten())))
+    assert torch.allclose(*results, atol=1e-6)

@@ -39,11 +39,16 @@ XIELU_EPS = -1e-6
 BLOCK = 1024  # outputs of one Triton program
 
 
-def apply_activation(x: torch.Tensor, activation: ActivationEpilogue) -> torch.Tensor:
-    """Return activation(x), or activation(gate) * up for x [tokens, gate | up]."""
+def apply_activation(
+    x: torch.Tensor, activation: ActivationEpilogue, added: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return activation(x), or activation(gate) * up for x [tokens, gate | up].
+
+    `added` is a second part of x.
+    """
     if use_triton(x):
-        return activation_triton(x, activation)
-    return activation_reference(x, activation)
+        return activation_triton(x, activation, added)
+    return activation_reference(x if added is None else x + added, activation)
 
 
 def activation_reference(x: torch.Tensor, activation: ActivationEpilogue) -> torch.Tensor:
@@ -75,7 +80,9 @@ def xielu_params(alpha_p: float, alpha_n: float) -> tuple[float, float, float]:
     return float(positive[0]), XIELU_BETA + float(positive[1]), XIELU_BETA
 
 
-def activation_triton(x: torch.Tensor, activation: ActivationEpilogue) -> torch.Tensor:
+def activation_triton(
+    x: torch.Tensor, activation: ActivationEpilogue, added: torch.Tensor | None = None
+) -> torch.Tensor:
     """Run the kernel."""
     x = x.contiguous()
     name, gated, params = activation
@@ -84,14 +91,16 @@ def activation_triton(x: torch.Tensor, activation: ActivationEpilogue) -> torch.
     grid = (out.numel() // width, -(-width // BLOCK))
     activation_kernel[grid](
         x,
+        x if added is None else added,
         out,
         *params,
         WIDTH=width,
         BLOCK=BLOCK,
         ACTIVATION=name,
         GATED=gated,
+        HAS_ADDED=added is not None,
         num_warps=4,
-        **pdl_options(x.device),
+        **pdl_options(x.device, joins=added is not None),
     )
     return out
 
@@ -99,6 +108,7 @@ def activation_triton(x: torch.Tensor, activation: ActivationEpilogue) -> torch.
 @jit
 def activation_kernel(
     x,  # [rows, WIDTH], or [rows, 2 * WIDTH] with GATED
+    added,  # like x if HAS_ADDED: a second part of it
     out,  # [rows, WIDTH]
     param0,
     param1,
@@ -107,6 +117,7 @@ def activation_kernel(
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program computes BLOCK outputs of one row."""
@@ -114,12 +125,16 @@ def activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < WIDTH
-    source = x + row * (2 * WIDTH if GATED else WIDTH) + column
+    first = row * (2 * WIDTH if GATED else WIDTH) + column
     wait_for_previous(PDL)
-    y = tl.load(source, mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(x + first, mask=valid, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        y += tl.load(added + first, mask=valid, other=0.0).to(tl.float32)
     up = y
     if GATED:
-        up = tl.load(source + WIDTH, mask=valid, other=0.0).to(tl.float32)
+        up = tl.load(x + first + WIDTH, mask=valid, other=0.0).to(tl.float32)
+        if HAS_ADDED:
+            up += tl.load(added + first + WIDTH, mask=valid, other=0.0).to(tl.float32)
     y = activate_tile(y, up, ACTIVATION, GATED, param0, param1, param2)
     tl.store(out + row * WIDTH + column, y.to(out.dtype.element_ty), mask=valid)
 

@@ -155,9 +155,12 @@ def use_triton(x: torch.Tensor) -> bool:
 
 
 @cache
-def pdl_options(device: torch.device) -> dict[str, bool]:
-    """Return launch arguments: whether a kernel may start before its predecessor has ended."""
-    if is_hopper(device):
+def pdl_options(device: torch.device, joins: bool = False) -> dict[str, bool]:
+    """Return launch arguments: whether a kernel may start before its predecessor has ended.
+
+    joins: it follows work of another stream, too. Then it waits for both to end.
+    """
+    if is_hopper(device) and not joins:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

@@ -39,7 +39,7 @@ MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
 MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
 FUSED_SHRINKS = 32  # programs of a fused kernel that shrink
-OVERLAP_SHRINKS = False  # shrink rows while the base product runs, on a stream of its own
+OVERLAPS_PRODUCTS = False  # multiply by adapters and by the base weights at the same time
 
 
 class AdapterBatch:
@@ -49,7 +49,7 @@ class AdapterBatch:
         # [linear layers] int32: see FusedLora. None on a CPU.
         self.counters: torch.Tensor | None = None
         self.num_slots = 0  # on the device; 0: rows are not grouped
-        # Rows are shrunk on this stream while the base product runs; None: before it.
+        # The adapters' products run on this stream beside those of the base model; None: after.
         self.side_stream: torch.cuda.Stream | None = None
         self.groups: RowGroups | None = None
         self.slots: torch.Tensor | None = None  # [rows] int32, -1: none; None: no row has one
@@ -315,11 +315,11 @@ def lora_shrink_triton(
     matrices: LoraMatrices,
     rows: LoraRows,
     splits: int | None = None,
-    starts_early: bool = True,
+    joins: bool = False,
 ) -> torch.Tensor:
     """Run the kernel: partial sums [splits, rows, parts * rank].
 
-    `starts_early`: it may start before the kernel before it has ended (launch.py).
+    `joins`: it follows work of another stream.
     """
     x = x.contiguous()
     num_rows, inputs = x.shape
@@ -354,7 +354,7 @@ def lora_shrink_triton(
         BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
-        **(pdl_options(x.device) if starts_early else {"PDL": False}),
+        **pdl_options(x.device, joins),
     )
     return out
 
@@ -366,7 +366,6 @@ def lora_expand_triton(
     y: torch.Tensor,
     start: torch.Tensor | None = None,
     accumulates: bool = True,
-    starts_early: bool = True,
 ) -> None:
     """Run the kernel: shrunk has partial sums [splits, rows, parts * rank].
 
@@ -412,7 +411,7 @@ def lora_expand_triton(
         BLOCK_OUT=block_out,
         PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
         num_warps=4,
-        **(pdl_options(y.device) if starts_early else {"PDL": False}),
+        **pdl_options(y.device),
     )
 
 

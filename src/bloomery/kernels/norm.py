@@ -58,11 +58,17 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
     centered: bool,
+    added: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return residual + scale * y and its norm: a layer norm if `centered`, else an RMS norm."""
+    """Return residual + scale * y and its norm: a layer norm if `centered`, else an RMS norm.
+
+    `added` is a second part of y.
+    """
     contiguous = residual.is_contiguous() and y.is_contiguous()
     if use_triton(y) and supports_norm_triton(y, weight, bias) and contiguous:
-        return norm_triton(y, weight, bias, eps, centered, residual, scale)
+        return norm_triton(y, weight, bias, eps, centered, residual, scale, added)
+    if added is not None:
+        y = y + added
     total = torch.add(residual, y, alpha=scale)
     if centered:
         return total, layer_norm_reference(total, weight, bias, eps)
@@ -209,8 +215,9 @@ def norm_triton(
     centered: bool,
     residual: torch.Tensor | None = None,
     scale: float = 1.0,
+    added: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x, or residual + scale * x, and its norm. `centered` subtracts the mean."""
+    """Return x, or residual + scale * (x + added), and its norm. `centered` subtracts the mean."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(out)
     width = x.shape[-1]
@@ -221,18 +228,20 @@ def norm_triton(
         x if bias is None else bias,
         out,
         x if residual is None else residual,
+        x if added is None else added,
         total,
         x.stride(0) if x.dim() == 2 else width,
         eps,
         scale,
         ADD_RESIDUAL=residual is not None,
+        HAS_ADDED=added is not None,
         WIDTH=width,
         BLOCK=block,
         CENTERED=centered,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         num_warps=min(max(block // 512, 1), 16),
-        **pdl_options(x.device),
+        **pdl_options(x.device, joins=added is not None),
     )
     return total, out
 
@@ -244,11 +253,13 @@ def norm_kernel(
     bias,  # [WIDTH]
     out,  # [rows, WIDTH]
     residual,  # [rows, WIDTH]
+    added,  # [rows, WIDTH] if HAS_ADDED: a second part of x
     total,  # [rows, WIDTH]: residual + scale * x
     stride,
     eps,
     scale,
     ADD_RESIDUAL: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -267,6 +278,8 @@ def norm_kernel(
         b = tl.load(bias + column, mask=valid, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     y = tl.load(x + row * stride + column, mask=valid, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        y += tl.load(added + row * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
     if ADD_RESIDUAL:
         r = tl.load(residual + row * WIDTH + column, mask=valid, other=0.0).to(tl.float32)
         y = r + scale * y

@@ -47,14 +47,17 @@ def apply_rope_and_cache(
     slot_mapping: torch.Tensor,
     transform: QkTransform,
     gate: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return q [tokens, heads, dim] of qkv [tokens, (heads + 2 kv heads) * dim].
 
     Keys and values go to `cache` at the slots of `slot_mapping` [tokens]. If qkv has more columns,
-    they are copied to `gate` [tokens, columns].
+    they are copied to `gate` [tokens, columns]. `added` is a second part of qkv.
     """
     if use_triton(qkv):
-        return apply_rope_and_cache_triton(qkv, cache, slot_mapping, transform, gate)
+        return apply_rope_and_cache_triton(qkv, cache, slot_mapping, transform, gate, added)
+    if added is not None:
+        qkv = qkv + added
     return apply_rope_and_cache_reference(qkv, cache, slot_mapping, transform, gate)
 
 
@@ -157,6 +160,7 @@ def apply_rope_and_cache_triton(
     slot_mapping: torch.Tensor,
     transform: QkTransform,
     gate: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the kernel."""
     kv_heads, dim = cache.shape[2:]
@@ -175,6 +179,7 @@ def apply_rope_and_cache_triton(
     gate_programs = -(-gate_width // GATE_BLOCK)
     apply_rope_and_cache_kernel[(tokens, head_programs + gate_programs)](
         qkv,
+        qkv if added is None else added,
         q,
         as_kernel_input(cache),
         q if cache_scales is None else cache_scales,
@@ -214,8 +219,9 @@ def apply_rope_and_cache_triton(
         HEAD_PROGRAMS=head_programs,
         GATE_WIDTH=gate_width,
         GATE_BLOCK=GATE_BLOCK,
+        HAS_ADDED=added is not None,
         num_warps=2,
-        **pdl_options(qkv.device),
+        **pdl_options(qkv.device, joins=added is not None),
     )
     return q
 
@@ -223,6 +229,7 @@ def apply_rope_and_cache_triton(
 @jit(do_not_specialize=["slot_mapping", "positions"])
 def apply_rope_and_cache_kernel(
     qkv,  # [tokens, (HEADS + 2 * KV_HEADS) * DIM + GATE_WIDTH], rows `qkv_stride` apart
+    added,  # like qkv, if HAS_ADDED: a second part of it
     q,  # [tokens, HEADS, DIM]
     cache,  # [2, num_slots, KV_HEADS, DIM]
     cache_scales,  # [2, num_slots, KV_HEADS] if QUANTIZED
@@ -262,6 +269,7 @@ def apply_rope_and_cache_kernel(
     HEAD_PROGRAMS: tl.constexpr,
     GATE_WIDTH: tl.constexpr,
     GATE_BLOCK: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program handles HEADS_PER_PROGRAM heads of one token: of queries, keys or values.
@@ -279,8 +287,8 @@ def apply_rope_and_cache_kernel(
             GATE_START: tl.constexpr = (V_START if KEYS_AS_VALUES else V_START + KV_HEADS) * DIM
             column = gate_program * GATE_BLOCK + tl.arange(0, GATE_BLOCK)
             in_gate = column < GATE_WIDTH
-            gate_row = qkv + token * qkv_stride + GATE_START
-            gate_values = tl.load(gate_row + column, mask=in_gate, other=0.0)
+            gate_row = token * qkv_stride + GATE_START
+            gate_values = load_sum(qkv, added, gate_row + column, in_gate, HAS_ADDED)
             tl.store(gate + token * GATE_WIDTH + column, gate_values, mask=in_gate)
             return
     head = tl.program_id(1) * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
@@ -290,8 +298,8 @@ def apply_rope_and_cache_kernel(
     source_head = head
     if KEYS_AS_VALUES:
         source_head = tl.where(head < V_START, head, head - KV_HEADS)
-    source = qkv + token * qkv_stride + source_head[:, None] * DIM
-    x = tl.load(source + d[None, :], mask=valid, other=0.0)
+    source = token * qkv_stride + source_head[:, None] * DIM
+    x = load_sum(qkv, added, source + d[None, :], valid, HAS_ADDED)
     if HAS_CLIP:
         x = clip_tile(x, clip)
     y = x.to(tl.float32)
@@ -328,7 +336,7 @@ def apply_rope_and_cache_kernel(
         sin_row = sin + table_row * (ROPE_DIM // 2)
         c = tl.load(cos_row + angle, mask=d < ROPE_DIM, other=1.0)[None, :]
         s = tl.load(sin_row + angle, mask=d < ROPE_DIM, other=0.0)[None, :]
-        z = tl.load(source + partner[None, :], mask=valid, other=0.0)
+        z = load_sum(qkv, added, source + partner[None, :], valid, HAS_ADDED)
         if HAS_CLIP:
             z = clip_tile(z, clip)
         z = z.to(tl.float32)
@@ -394,6 +402,16 @@ def apply_rope_and_cache_kernel(
     value_mask = valid & (v_head >= 0)[:, None]
     tl.store(destination + k_head[:, None] * DIM, y, mask=key_mask)
     tl.store(destination + value_offset + v_head[:, None] * DIM, y, mask=value_mask)
+
+
+@jit
+def load_sum(x, added, offset, mask, HAS_ADDED: tl.constexpr):
+    """Load values of x, or of x + added, in the type of x."""
+    values = tl.load(x + offset, mask=mask, other=0.0)
+    if HAS_ADDED:
+        other = tl.load(added + offset, mask=mask, other=0.0)
+        values = (values.to(tl.float32) + other.to(tl.float32)).to(values.dtype)
+    return values
 
 
 @jit

@@ -47,9 +47,12 @@ class DeferredAdd:
         y: torch.Tensor,
         scale: float,
         inner_norm: RmsNorm | None = None,
+        added: torch.Tensor | None = None,
     ):
+        """`added` is a second part of y."""
         self.residual = residual
         self.y = y
+        self.added = added
         self.scale = scale
         self.inner_norm = inner_norm
         self.total: torch.Tensor | None = None
@@ -59,7 +62,8 @@ class DeferredAdd:
         if self.total is None and self.inner_norm is not None:
             self.total = norm_add_norm(self.residual, self.y, self.scale, self.inner_norm, None)[0]
         elif self.total is None:
-            self.total = torch.add(self.residual, self.y, alpha=self.scale)
+            y = self.y if self.added is None else self.y + self.added
+            self.total = torch.add(self.residual, y, alpha=self.scale)
         return self.total
 
     def materialize_normed(self, norm: NormPrologue) -> torch.Tensor:
@@ -80,6 +84,7 @@ class DeferredAdd:
             norm.bias,
             norm.eps,
             norm.kind == "layer",
+            self.added,
         )
         return normed
 
@@ -177,10 +182,12 @@ class LinearLayer:
         if len(normed) == 1 and normed.is_cuda:
             bias = adapters.as_bias(normed, self.bias)
             return LinearLayer(self.matrix, bias)(normed, None, epilogue)
-        if normed.is_cuda:
-            y = adapters.add_product(normed, partial(self.matrix.linear, bias=self.bias))
-        else:
-            y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
+        if normed.is_cuda and adapters.batch.side_stream is not None:
+            y, added = adapters.multiply_both(
+                normed, partial(self.matrix.linear, bias=self.bias), adapters.batch.side_stream
+            )
+            return apply_epilogue_to_sum(y, added, epilogue)
+        y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
         return apply_epilogue(y, epilogue, self.pool)
 
     def _run_fused(
@@ -256,6 +263,22 @@ def apply_epilogue(
         case QkvEpilogue():
             return split_qkv(y, epilogue, pool)
     return y
+
+
+def apply_epilogue_to_sum(
+    y: torch.Tensor,
+    added: torch.Tensor,
+    epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+) -> ResidualStream:
+    """Run an epilogue after a product of two parts, which it adds. On a GPU."""
+    match epilogue:
+        case AddResidual(residual, scale):
+            return DeferredAdd(materialize(residual), y, scale, added=added)
+        case ActivationEpilogue():
+            return apply_activation(y, epilogue, added)
+        case QkvEpilogue(kv_cache, slot_mapping, transform, gate):
+            return apply_rope_and_cache(y, kv_cache, slot_mapping, transform, gate, added)
+    return y + added
 
 
 def add_normed(

@@ -172,7 +172,7 @@ class AdapterMemory:
         workspace = torch.zeros(size, dtype=torch.float32, device=self.device)
         self.batch.counters = counters
         self.batch.num_slots = self.num_slots
-        if lora.OVERLAP_SHRINKS:
+        if lora.OVERLAPS_PRODUCTS:
             self.batch.side_stream = torch.cuda.Stream(self.device)
         for adapters, counter in zip(inner, counters.split(1)):
             adapters.counter = counter

@@ -89,24 +89,29 @@ class LinearAdapters:
         lora_expand(shrunk, self.matrices, rows, y, pool)
         return y
 
-    def add_product(
-        self, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return multiply(x) with the adapters' part, which is computed meanwhile. On a GPU."""
-        side = self.batch.side_stream
+    def multiply_both(
+        self,
+        x: torch.Tensor,
+        multiply: Callable[[torch.Tensor], torch.Tensor],
+        side: torch.cuda.Stream,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return multiply(x) and the adapters' part, which stream `side` computes meanwhile.
+
+        Memory that one stream has allocated is used again only on that stream, and each of them
+        waits for the other before the next product. So nothing is overwritten too early.
+        """
         slots = self.batch.slots
-        if side is None or slots is None or self.matrices is None:
-            return self.add(x, multiply(x))
+        assert slots is not None and self.matrices is not None
         rows = LoraRows(slots, None, self.batch.groups)
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            # The memory of `shrunk` is used again on this stream, after the stream has waited.
-            shrunk = lora_shrink_triton(x, self.matrices, rows, starts_early=False)
+            added = x.new_zeros(len(x), len(self.row_parts))
+            shrunk = lora_shrink_triton(x, self.matrices, rows, joins=True)
+            lora_expand_triton(shrunk, self.matrices, rows, added)
         y = multiply(x)
         main.wait_stream(side)
-        lora_expand_triton(shrunk, self.matrices, rows, y, starts_early=False)
-        return y
+        return y, added
 
     def fused(self) -> FusedLora | None:
         """Return the adapter of a step of one row for a fused kernel, if one may take it."""
