@@ -14,6 +14,7 @@ This file must not know sampling parameters, stop conditions or scheduling.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -193,7 +194,8 @@ class GraphPool:
     def capture(self, work: StepWork, missing: MissingKernels) -> torch.cuda.CUDAGraph:
         """Capture the work without running it and without waiting for the device.
 
-        Kernels that are not compiled yet are added to `missing`. The graph lacks them.
+        Kernels that are not compiled yet are added to `missing`. The graph lacks them. If there are
+        no others, torch warns of an empty graph.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream), defer_compilations(missing):
@@ -201,7 +203,9 @@ class GraphPool:
             try:
                 work()
             finally:
-                graph.capture_end()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                    graph.capture_end()
         return graph
 
     def capture_pending(self) -> None:
