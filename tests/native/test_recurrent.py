@@ -8,27 +8,32 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bloomery.fusion import NormPrologue
 from bloomery.kernels.gated_delta_net import DeltaNetWeights
 from bloomery.kernels.mamba2 import Mamba2Weights
 from bloomery.kernels.short_conv import ShortConvWeights
 from bloomery.kernels.state_cache import LayerStates, view_states
+from bloomery.layers.linear import LinearLayer
 from bloomery.layers.recurrent import (
     DeltaNetMixer,
     Mamba2Mixer,
+    MambaMixer,
     RecurrentMixer,
     ShortConvMixer,
     find_native_states,
 )
 from bloomery.native.thread_pool import ThreadPool, TraceArena
 from bloomery.native.trace import record_trace
+from bloomery.quant.dense import DenseWeight
 from bloomery.spec import (
     GatedDeltaNetSpec,
     Mamba2Spec,
+    MambaSpec,
     RecurrentSpec,
     ShortConvSpec,
     state_parts,
 )
-from tests.kernels.recurrent_cases import MixerWeights, RecurrentCase, make_case
+from tests.kernels.recurrent_cases import MixerWeights, RecurrentCase, make_case, make_metadata
 
 SPECS: dict[str, RecurrentSpec] = {
     "delta net": GatedDeltaNetSpec(2, 4, 16, 40, beta_scale=2.0),
@@ -38,6 +43,8 @@ SPECS: dict[str, RecurrentSpec] = {
         4, 8, 24, norm=None, dt_limit=(0.01, 0.2), part_scales=(0.5, 2.0, 0.25, 1.5, 0.75)
     ),
     "mamba2, gate last": Mamba2Spec(4, 8, 8, conv_bias=False, gate_after_norm=True),
+    "odd delta net": GatedDeltaNetSpec(2, 4, 10, 37),
+    "odd mamba2": Mamba2Spec(3, 7, 11),
     "short conv": ShortConvSpec(70, bias=True),
 }
 STEPS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
@@ -123,3 +130,47 @@ def test_traced_decodes_continue_from_the_states(name: str, pool: ThreadPool) ->
 
 def replace_memory(case: RecurrentCase, memory: torch.Tensor) -> RecurrentCase:
     return replace(case, states=replace(case.states, memory=memory))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_native_mamba_matches_torch(with_norms: bool, step: str, pool: ThreadPool) -> None:
+    torch.manual_seed(0)
+    spec = MambaSpec(24, 7, 3)
+    query_lens, seq_lens = STEPS[step]
+    tokens = sum(query_lens)
+    num_sequences = len(query_lens)
+    sizes = (spec.dt_rank, spec.state_size, spec.state_size)
+    blocks_per_state = 12  # of 28 values: 4 for the convolution, 8 for the scan
+    blocks = torch.randperm(12 * num_sequences).view(num_sequences, blocks_per_state)
+    memory = torch.randn(12 * num_sequences, 28)
+    metadata = make_metadata(query_lens, seq_lens, blocks)
+
+    def linear(outputs: int, inputs: int, bias: bool) -> LinearLayer:
+        weight = DenseWeight(torch.randn(outputs, inputs) * 0.3)
+        return LinearLayer(weight, torch.randn(outputs) if bias else None)
+
+    mixer = MambaMixer(
+        spec,
+        torch.randn(spec.inner, spec.conv_width),
+        torch.randn(spec.inner),
+        linear(sum(sizes), spec.inner, False),
+        linear(spec.inner, spec.dt_rank, True),
+        -torch.rand(spec.inner, spec.state_size),
+        torch.randn(spec.inner),
+        (
+            NormPrologue("rms", torch.rand(sizes[0]), None, 1e-6) if with_norms else None,
+            NormPrologue("rms", torch.rand(sizes[1]), None, 1e-6) if with_norms else None,
+            NormPrologue("rms", torch.rand(sizes[2]), None, 1e-6) if with_norms else None,
+        ),
+        pool,
+    )
+    projected = torch.randn(tokens, 2 * spec.inner)
+    results = []
+    for used in (mixer, replace(mixer, pool=None)):
+        own_memory = memory.clone()
+        out = used(projected, LayerStates(own_memory, metadata))
+        views = view_states(own_memory, blocks, state_parts(spec))
+        results.append((out, *(view.read() for view in views)))
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual, expected, atol=2e-5, rtol=1e-4)

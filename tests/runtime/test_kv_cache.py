@@ -197,9 +197,14 @@ def use_triton(worker: Worker) -> None:
     use_self_feeding_steps(worker, PADDED, short_decodes=False)
 
 
+def check_traced(worker: Worker) -> None:
+    """No layer may keep decode steps from being replayed as a trace."""
+    assert worker.cpu_traced, worker.capacity.notes
+
+
 BACKENDS: dict[str, tuple[bool, Callable[[Worker], object]]] = {
     "torch": (False, lambda worker: None),
-    "native": (True, lambda worker: None),
+    "native": (True, check_traced),
     "triton": (False, use_triton),
 }
 

@@ -21,6 +21,7 @@ from bloomery.kernels.short_conv import ShortConvWeights, short_conv
 from bloomery.kernels.state_cache import LayerStates, count_part_blocks, view_states
 from bloomery.layers.linear import AddResidual, LinearLayer, ResidualStream, apply_norm
 from bloomery.native import recurrent_ops
+from bloomery.native.ops import NormedColumns, norm_columns
 from bloomery.native.recurrent_ops import ConvColumns, NativeStates
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
@@ -127,14 +128,7 @@ class Mamba2Mixer:
         spec = self.spec
         weights = self.weights
         native = find_native_states(self.pool, projected, states)
-        part_size = spec.num_heads * spec.head_dim // spec.norm_groups
-        if (
-            self.pool is None
-            or native is None
-            or not recurrent_ops.supports_heads(spec.state_size)
-            or not recurrent_ops.supports_width(spec.conv_width)
-            or part_size % recurrent_ops.LANES
-        ):
+        if self.pool is None or native is None or not recurrent_ops.supports_width(spec.conv_width):
             return None
         columns = ConvColumns(spec.num_heads * spec.head_dim)
         convolved = recurrent_ops.convolve(
@@ -187,6 +181,9 @@ class MambaMixer:
         spec = self.spec
         metadata = states.metadata
         conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+        native = find_native_states(self.pool, projected, states)
+        if native is not None and recurrent_ops.supports_width(spec.conv_width):
+            return self._scan_natively(projected, native)
         x, gate = projected.chunk(2, -1)
         x = causal_conv(x, self.conv, self.conv_bias, conv_view, metadata)
         sizes = (spec.dt_rank, spec.state_size, spec.state_size)
@@ -197,6 +194,34 @@ class MambaMixer:
         dt = F.softplus(self.project_dt(dt).float())
         y = selective_scan(x, dt, b, c, gate, self.decay, self.skip, scan_view, metadata)
         return y.to(projected.dtype)
+
+    def _scan_natively(self, projected: torch.Tensor, native: NativeStates) -> torch.Tensor:
+        """The same with native CPU kernels."""
+        assert self.pool is not None
+        x = recurrent_ops.convolve(
+            self.pool, projected, ConvColumns(0), self.conv, self.conv_bias, native, silu=True
+        )
+        projected_x = self.project_x(x)
+        first = 0
+        parts = []
+        sizes = (self.spec.dt_rank, self.spec.state_size, self.spec.state_size)
+        for size, norm in zip(sizes, self.norms, strict=True):
+            columns = NormedColumns(first, 1, size, norm, slice(None))
+            parts.append(norm_columns(self.pool, projected_x, [columns]))
+            first += size
+        dt, b, c = parts
+        return recurrent_ops.selective_scan(
+            self.pool,
+            x,
+            self.project_dt(dt),
+            b,
+            c,
+            projected,
+            self.decay,
+            self.skip,
+            native,
+            count_part_blocks(state_parts(self.spec)[0], native.memory.shape[1]),
+        )
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,16 @@ static inline void store_some(float *at, f32x8 x, long n) {
     memcpy(at, values, n * sizeof(float));
 }
 
+// The same, where `exact` says that all vectors are whole. It is a constant of the loops.
+INLINE f32x8 load_part(const float *at, long n, bool exact) {
+    return exact ? load8(at) : load_some(at, n);
+}
+
+INLINE void store_part(float *at, f32x8 x, long n, bool exact) {
+    if (exact) store8(at, x);
+    else store_some(at, x, n);
+}
+
 static inline f32x8 silu8(f32x8 x) { return x / (broadcast8(1.0f) + exp8(-x)); }
 static inline float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 static inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
@@ -162,29 +172,30 @@ static void normalize_head(const float *x, float *y, long n, float length) {
 }
 
 // Applies the delta rule to SLAB value dims from `first` on; returns their outputs in y.
-static void update_slab(const DeltaNet *a, float *const *rows, long first, const float *q,
+INLINE void update_slab(const DeltaNet *a, float *const *rows, long first, const float *q,
                         const float *k, const float *v, float retained, float beta, float qk,
-                        float *y) {
+                        float *y, bool exact) {
     enum { VECTORS = SLAB / LANES };
     f32x8 from_k[VECTORS], from_q[VECTORS], change[VECTORS];
-    long n = a->value_dim - first, vectors = n >= SLAB ? VECTORS : n / LANES;
+    long n = a->value_dim - first, vectors = n >= SLAB ? VECTORS : (n + LANES - 1) / LANES;
     for (long j = 0; j < VECTORS; j++) from_k[j] = from_q[j] = broadcast8(0);
     for (long i = 0; i < a->key_dim; i++)
         for (long j = 0; j < vectors; j++) {
-            f32x8 s = load8(rows[i] + first + j * LANES);
+            f32x8 s = load_part(rows[i] + first + j * LANES, n - j * LANES, exact);
             from_k[j] += broadcast8(k[i]) * s;
             from_q[j] += broadcast8(q[i]) * s;
         }
     for (long j = 0; j < vectors; j++) {
-        f32x8 value = load8(v + first + j * LANES);
+        f32x8 value = load_part(v + first + j * LANES, n - j * LANES, exact);
         change[j] = broadcast8(beta) * (value - broadcast8(retained) * from_k[j]);
         f32x8 result = broadcast8(retained) * from_q[j] + broadcast8(qk) * change[j];
-        store8(y + first + j * LANES, result);
+        store_part(y + first + j * LANES, result, n - j * LANES, exact);
     }
     for (long i = 0; i < a->key_dim; i++)
         for (long j = 0; j < vectors; j++) {
             float *at = rows[i] + first + j * LANES;
-            store8(at, broadcast8(retained) * load8(at) + broadcast8(k[i]) * change[j]);
+            f32x8 s = broadcast8(retained) * load_part(at, n - j * LANES, exact);
+            store_part(at, s + broadcast8(k[i]) * change[j], n - j * LANES, exact);
         }
 }
 
@@ -211,14 +222,19 @@ static void run_delta_head(const DeltaNet *a, long sequence, long head) {
         float beta = a->beta_scale * sigmoid(heads[head]);
         float step = softplus(heads[a->value_heads + head] + a->dt_bias[head]);
         float retained = expf(a->decay[head] * step);
-        for (long first = 0; first < a->value_dim; first += SLAB)
-            update_slab(a, rows, first, q, k, v, retained, beta, qk, y);
+        for (long first = 0; first < a->value_dim; first += SLAB) {
+            if (a->value_dim % LANES)
+                update_slab(a, rows, first, q, k, v, retained, beta, qk, y, false);
+            else update_slab(a, rows, first, q, k, v, retained, beta, qk, y, true);
+        }
         for (long i = 0; i < a->value_dim; i++) total += y[i] * y[i];
         f32x8 factor = broadcast8(1.0f / sqrtf(total / (float)a->value_dim + a->eps));
         for (long i = 0; i < a->value_dim; i += LANES) {
-            f32x8 normed = load8(y + i) * factor;
-            if (a->norm) normed *= load8(a->norm + i);
-            store8(out + i, normed * silu8(load8(gates + head * a->value_dim + i)));
+            long n = a->value_dim - i;
+            f32x8 normed = load_some(y + i, n) * factor;
+            if (a->norm) normed *= load_some(a->norm + i, n);
+            f32x8 gate = silu8(load_some(gates + head * a->value_dim + i, n));
+            store_some(out + i, normed * gate, n);
         }
     }
 }
@@ -260,7 +276,7 @@ typedef struct {
     StepLayout step;
 } Mamba2;
 
-static void run_mamba_head(const Mamba2 *a, long sequence, long head) {
+INLINE void run_mamba_head(const Mamba2 *a, long sequence, long head, bool exact) {
     long token, tokens, start, inner = a->heads * a->head_dim;
     long channels = inner + 2 * a->groups * a->state_size;
     long group = head / (a->heads / a->groups);
@@ -280,9 +296,11 @@ static void run_mamba_head(const Mamba2 *a, long sequence, long head) {
             if (t == token && start <= 0) memset(row, 0, a->state_size * sizeof(float));
             f32x8 total = broadcast8(0), input = broadcast8(dt * x[i]);
             for (long j = 0; j < a->state_size; j += LANES) {
-                f32x8 s = retained * load8(row + j) + input * load8(b + j);
-                store8(row + j, s);
-                total += s * load8(c + j);
+                long n = a->state_size - j;
+                f32x8 s = retained * load_part(row + j, n, exact) +
+                          input * load_part(b + j, n, exact);
+                store_part(row + j, s, n, exact);
+                total += s * load_part(c + j, n, exact);
             }
             out[i] = reduce_sum8(total) + a->skip[head] * x[i];
         }
@@ -293,8 +311,10 @@ static void mamba2_kernel(const void *arguments, const ThreadContext *ctx) {
     const Mamba2 *a = arguments;
     long units = a->step.sequences * a->heads, first, end;
     while (next_chunk(ctx, units, chunk_size(ctx, units, 4), &first, &end))
-        for (long unit = first; unit < end; unit++)
-            run_mamba_head(a, unit / a->heads, unit % a->heads);
+        for (long unit = first; unit < end; unit++) {
+            if (a->state_size % LANES) run_mamba_head(a, unit / a->heads, unit % a->heads, false);
+            else run_mamba_head(a, unit / a->heads, unit % a->heads, true);
+        }
 }
 
 void native_mamba2(ThreadPool *pool, const float *projected, const float *convolved,
@@ -331,18 +351,20 @@ static void gate_norm_kernel(const void *arguments, const ThreadContext *ctx) {
             float *out = a->out + unit * a->size;
             f32x8 total = broadcast8(0), scale = broadcast8(a->gate_scale);
             for (long i = 0; i < a->size; i += LANES) {
-                f32x8 v = load8(y + i);
-                if (!a->gate_last) v *= silu8(scale * load8(gate + i));
-                store8(out + i, v);
+                long n = a->size - i;
+                f32x8 v = load_some(y + i, n);
+                if (!a->gate_last) v *= silu8(scale * load_some(gate + i, n));
+                store_some(out + i, v, n);
                 total += v * v;
             }
             float mean = reduce_sum8(total) / (float)a->size;
             f32x8 factor = broadcast8(a->normed ? 1.0f / sqrtf(mean + a->eps) : 1.0f);
             for (long i = 0; i < a->size; i += LANES) {
-                f32x8 v = load8(out + i) * factor;
-                if (a->weight) v *= load8(a->weight + part + i);
-                if (a->gate_last) v *= silu8(scale * load8(gate + i));
-                store8(out + i, v);
+                long n = a->size - i;
+                f32x8 v = load_some(out + i, n) * factor;
+                if (a->weight) v *= load_some(a->weight + part + i, n);
+                if (a->gate_last) v *= silu8(scale * load_some(gate + i, n));
+                store_some(out + i, v, n);
             }
         }
 }
@@ -353,6 +375,67 @@ void native_gate_norm(ThreadPool *pool, const float *y, const float *gate, const
     GateNorm a = {y,    gate, weight,     out, tokens, row,
                   parts, size, gate_scale, eps, normed, gate_last};
     issue(pool, gate_norm_kernel, &a, sizeof a, (double)tokens * parts * size);
+}
+
+// ---- Mamba-1 -----------------------------------------------------------------------------------
+
+#define SCAN_CHANNELS 16  // of one unit of work
+
+typedef struct {
+    const float *x, *dt;         // [tokens][inner]; dt before softplus
+    const float *b, *c;          // [tokens][state size]
+    const float *gate;           // rows of `row` floats
+    const float *decay, *skip;   // [inner][state size], [inner]
+    float *out;                  // [tokens][inner]
+    long inner, state_size, row;
+    StatePart part;
+    StepLayout step;
+} SelectiveScan;
+
+static void scan_channel(const SelectiveScan *a, long sequence, long channel) {
+    long token, tokens, start, size = a->state_size;
+    find_tokens(&a->step, sequence, &token, &tokens, &start);
+    float *state = state_row(&a->part, sequence, channel);
+    if (tokens && start <= 0) memset(state, 0, size * sizeof(float));
+    for (long t = token; t < token + tokens; t++) {
+        float x = a->x[t * a->inner + channel], dt = softplus(a->dt[t * a->inner + channel]);
+        float gate = a->gate[t * a->row + channel];
+        f32x8 total = broadcast8(0), step = broadcast8(dt), input = broadcast8(dt * x);
+        for (long j = 0; j < size; j += LANES) {
+            long n = size - j;
+            f32x8 retained = exp8(step * load_some(a->decay + channel * size + j, n));
+            f32x8 s = retained * load_some(state + j, n) + input * load_some(a->b + t * size + j, n);
+            store_some(state + j, s, n);
+            total += s * load_some(a->c + t * size + j, n);
+        }
+        float y = reduce_sum8(total) + a->skip[channel] * x;
+        a->out[t * a->inner + channel] = y * gate * sigmoid(gate);
+    }
+}
+
+static void selective_scan_kernel(const void *arguments, const ThreadContext *ctx) {
+    const SelectiveScan *a = arguments;
+    long spans = (a->inner + SCAN_CHANNELS - 1) / SCAN_CHANNELS;
+    long units = spans * a->step.sequences, first, end;
+    while (next_chunk(ctx, units, chunk_size(ctx, units, 4), &first, &end))
+        for (long unit = first; unit < end; unit++) {
+            long channel = unit % spans * SCAN_CHANNELS, last = channel + SCAN_CHANNELS;
+            for (; channel < last && channel < a->inner; channel++)
+                scan_channel(a, unit / spans, channel);
+        }
+}
+
+void native_selective_scan(ThreadPool *pool, const float *x, const float *dt, const float *b,
+                           const float *c, const float *gate, const float *decay,
+                           const float *skip, float *out, long inner, long state_size, long row,
+                           float *memory, const int64_t *blocks, long block_values, long stride,
+                           long first_block, const int64_t *start_loc, const int64_t *seq_lens,
+                           long sequences, long tokens) {
+    SelectiveScan a = {x, dt, b, c, gate, decay, skip, out, inner, state_size, row,
+                       {memory, blocks, block_values, stride, first_block,
+                        block_values / state_size, state_size},
+                       {start_loc, seq_lens, sequences}};
+    issue(pool, selective_scan_kernel, &a, sizeof a, (double)tokens * inner * state_size);
 }
 
 // ---- decode steps: the blocks of each batch slot's state -----------------------------------------

@@ -13,7 +13,6 @@ import torch
 from bloomery.native.thread_pool import ThreadPool, data_pointer
 from bloomery.spec import GatedDeltaNetSpec, Mamba2Spec
 
-LANES = 8  # floats of a vector in C
 MAX_HEAD = 1024  # floats of a key or value in recurrent.c
 MAX_CONV_WIDTH = 8
 
@@ -33,8 +32,8 @@ def supports_width(width: int) -> bool:
 
 
 def supports_heads(*sizes: int) -> bool:
-    """Whether heads of these sizes are whole vectors."""
-    return all(size % LANES == 0 and size <= MAX_HEAD for size in sizes)
+    """Whether keys and values of these sizes fit into the buffers of recurrent.c."""
+    return max(sizes) <= MAX_HEAD
 
 
 def gather_state_blocks(
@@ -186,6 +185,39 @@ def scan_mamba2(
         spec.num_groups,
         spec.part_scales[4],
         *spec.dt_limit,
+        *locate_states(states, first_block, tokens),
+    )
+    return out
+
+
+def selective_scan(
+    pool: ThreadPool,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    projected: torch.Tensor,
+    decay: torch.Tensor,
+    skip: torch.Tensor,
+    states: NativeStates,
+    first_block: int,
+) -> torch.Tensor:
+    """The scan of Mamba-1; dt is before softplus, the gate is the second half of `projected`."""
+    tokens, inner = x.shape
+    out = pool.empty((tokens, inner))
+    pool.library.native_selective_scan(
+        pool.handle,
+        data_pointer(x),
+        data_pointer(dt),
+        data_pointer(b),
+        data_pointer(c),
+        projected.data_ptr() + inner * projected.element_size(),
+        data_pointer(decay),
+        data_pointer(skip),
+        data_pointer(out),
+        inner,
+        decay.shape[1],
+        projected.shape[1],
         *locate_states(states, first_block, tokens),
     )
     return out

@@ -69,6 +69,7 @@ C_FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "native_convolution": ("pppppppplllipplllppll", None),
     "native_delta_net": ("ppppppplllllliffpplllppll", None),
     "native_mamba2": ("pppppppllllllfffpplllppll", None),
+    "native_selective_scan": ("ppppppppplllpplllppll", None),
     "native_gate_norm": ("pppppllllffii", None),
     "native_gather_states": ("pplplllp", None),
     "native_sample": ("ppllpppppppppppp", None),
