@@ -251,14 +251,7 @@ def conv_prefill_kernel(
     offset = tl.arange(0, BLOCK)
     channel = first_channel + offset
     used = (offset < size) & (channel < channels)
-    state_row = load_state_rows(
-        state_blocks + sequence[:, None] * blocks_stride,
-        channel[None, :],
-        ROWS_PER_BLOCK,
-        WIDTH,
-        block_stride,
-        inside[:, None] & used[None, :],
-    )
+    tile = inside[:, None] & used[None, :]
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     if bias is not None:
         total += tl.load(bias + channel, mask=used, other=0.0)[None, :]
@@ -267,20 +260,34 @@ def conv_prefill_kernel(
         factor = tl.load(factors + channel, mask=used, other=0.0)
     for tap in tl.static_range(WIDTH):
         source = token - (WIDTH - 1) + tap
-        is_new = source >= begin
-        position = start + source - begin
         x = tl.load(
             projected + source.to(tl.int64)[:, None] * row_stride + first_column + channel[None, :],
-            mask=(inside & is_new)[:, None] & used[None, :],
+            mask=tile & (source >= begin)[:, None],
             other=0.0,
         ).to(tl.float32)
-        old = tl.load(
-            memory + state_row + ((position + WIDTH) % WIDTH)[:, None],
-            mask=(inside & (start > 0) & (source < begin))[:, None] & used[None, :],
-            other=0.0,
-        )
         tap_weight = tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
-        total += (x * factor[None, :] + old) * tap_weight[None, :]
+        total += x * (factor * tap_weight)[None, :]
+    # Only the first tokens of a chunk that continues a sequence read its state.
+    reads_state = inside & (start > 0) & (token - begin < WIDTH - 1)
+    if tl.max(reads_state.to(tl.int32), 0) > 0:
+        state_row = load_state_rows(
+            state_blocks + sequence[:, None] * blocks_stride,
+            channel[None, :],
+            ROWS_PER_BLOCK,
+            WIDTH,
+            block_stride,
+            tile & reads_state[:, None],
+        )
+        for tap in tl.static_range(WIDTH - 1):
+            source = token - (WIDTH - 1) + tap
+            column = (start + source - begin + WIDTH) % WIDTH
+            old = tl.load(
+                memory + state_row + column[:, None],
+                mask=tile & (reads_state & (source < begin))[:, None],
+                other=0.0,
+            )
+            tap_weight = tl.load(weight + channel * WIDTH + tap, mask=used, other=0.0)
+            total += old * tap_weight[None, :]
     y = total
     if SILU:
         y = total / (1.0 + tl.exp(-total))
