@@ -154,6 +154,11 @@ class CountingStatePool(StatePool):
         self.events["fallbacks to a shorter prefix"] += hit.num_matched > hit.num_pages
         return blocks
 
+    def find_prefix(self, sequence: Sequence) -> PrefixHit:
+        hit = super().find_prefix(sequence)
+        self.events["checkpoints awaited"] += hit.is_awaited
+        return hit
+
     def release(self, sequence: Sequence) -> None:
         num_saved = self.cache.checkpoints.num_saved
         has_state = bool(sequence.state)
@@ -375,6 +380,8 @@ def check_state_pool(pool: StatePool, sequences: Iterable[Sequence]) -> None:
         assert node.num_anchors == num_anchors[node]
     assert all(page.ref_count == ref_counts[page] for page in {*owned, *ref_counts})
     assert set(cache.checkpoints.queue) == set(checkpoints)
+    num_due = sum(len(sequence.due_checkpoints) for sequence in holders)
+    assert pool.expected_checkpoints.total() == num_due
     pending = {*cache.due_saves, *cache.new_saves}
     assert all(node.checkpoint for node in pending), "a save of a checkpoint that is gone"
     unheld = [block for page in owned if not page.ref_count for block in page.blocks]

@@ -23,7 +23,7 @@ from bloomery.engine.state_pool import StatePool
 from bloomery.messages import CacheGroup
 from tests.engine.random_engine import RandomEngine
 
-ENGINES_PER_TEST = 300
+ENGINES_PER_TEST = 500
 EVENTS = (
     "prefix hits",
     "prefix hits with windows",
@@ -51,6 +51,7 @@ EVENTS = (
     "checkpoints saved",
     "checkpoints evicted",
     "checkpoints moved",
+    "checkpoints awaited",
     "anchors evicted",
     "saves cancelled",
     "states handed over",

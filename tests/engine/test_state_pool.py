@@ -295,6 +295,30 @@ def test_chunks_end_where_a_checkpoint_is_due_and_the_next_step_copies_it() -> N
     finish_step(scheduler, second)
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    scheduler = Scheduler(make_pool(), 64, 4)
+    for name in "abc":
+        scheduler.add(EngineRequest(name, tuple(range(10)), ResolvedSampling(), 8))
+    starts = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        assert step is not None
+        starts += [chunk.start for chunk in step.chunks if chunk.new_request is not None]
+    assert starts == [0, 8, 8]
+
+
+def test_the_state_of_an_aborted_sequence_is_not_awaited() -> None:
+    scheduler = Scheduler(make_pool(), 4, 4)
+    scheduler.add(EngineRequest("a", tuple(range(12)), ResolvedSampling(), 8))
+    step = scheduler.schedule()
+    assert step is not None and step.chunks[0].count == 4
+    scheduler.add(EngineRequest("b", tuple(range(12)), ResolvedSampling(), 8))
+    scheduler.abort("a")
+    finish_step(scheduler, step)
+    step = scheduler.schedule()
+    assert step is not None and step.chunks[0].start == 4
+
+
 def test_drafts_are_dropped_because_a_state_cannot_be_rolled_back() -> None:
     scheduler = Scheduler(make_pool(), 64, 4)
     scheduler.add(EngineRequest("a", (1, 2, 3), ResolvedSampling(), 8))

@@ -49,6 +49,8 @@ class PrefixHit:
     path: tuple[PrefixNode, ...] = ()
     node: PrefixNode | None = None
     fork: int = 0
+    # A running sequence is about to save a checkpoint from which this one could resume later on.
+    is_awaited: bool = False
 
     @property
     def shared_pages(self) -> Iterator[PageBlocks]:

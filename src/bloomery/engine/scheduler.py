@@ -411,6 +411,8 @@ class Scheduler:
                 self._wait_for_slot(sequence, now)
                 continue
             hit = self.block_pool.find_prefix(sequence)
+            if hit.is_awaited and not step.is_empty:
+                return  # the state it needs is being computed
             count = min(sequence.length - hit.position, prefill_tokens)
             if self.state_pool is not None:
                 count = self.state_pool.limit_first_chunk(sequence, hit, count)

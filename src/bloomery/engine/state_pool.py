@@ -23,6 +23,8 @@ This module knows block numbers only. It must not know tensors, devices or sched
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bloomery.cache_groups import (
     count_held_blocks,
     count_pages,
@@ -58,7 +60,8 @@ class StatePool:
         self.cache = PrefixCache(num_blocks, page_size, self.page_groups)
         self.windows = self.cache.windows
         self.used_by_group = [0] * len(groups)  # blocks that sequences hold
-        self.num_running_states = 0
+        # Prefixes at whose end running sequences will save their state.
+        self.expected_checkpoints: Counter[bytes] = Counter()
 
     @property
     def num_free_blocks(self) -> int:
@@ -81,19 +84,22 @@ class StatePool:
         if not self.prefix_cache or needs_every_position(sequence.request) or not limit:
             return PrefixHit()
         cache = self.cache
-        digests = page_digests(sequence, limit // self.page_size, self.page_size)
+        num_pages = limit // self.page_size
+        digests = page_digests(sequence, num_pages, self.page_size)[:num_pages]
         root = root_digest(sequence)
-        path = cache.tree.find_path(root, digests[: limit // self.page_size])
+        path = cache.tree.find_path(root, digests)
         nodes = [*path[::-1], cache.tree.roots.get(root)]
         for node in nodes:
             if node is None:
                 continue
             for candidate in (*cache.tree.find_tails(node, sequence.tokens, limit), node):
                 if cache.is_ready(candidate) and cache.has_windows(candidate):
-                    return self._make_hit(path, candidate)
-        return self._make_hit(path, None)
+                    return self._make_hit(path, candidate, digests)
+        return self._make_hit(path, None, digests)
 
-    def _make_hit(self, path: list[PrefixNode], node: PrefixNode | None) -> PrefixHit:
+    def _make_hit(
+        self, path: list[PrefixNode], node: PrefixNode | None, digests: list[bytes]
+    ) -> PrefixHit:
         """Resume at the end of `node`, or at position 0."""
         position = 0 if node is None else node.end
         num_pages = position // self.page_size
@@ -106,8 +112,16 @@ class StatePool:
         fork = 0
         if path and path[-1].end > position and (path[-1].children or path[-1].tails):
             fork = path[-1].end
+        is_awaited = any(
+            path_node.checkpoint and not self.cache.is_ready(path_node)
+            for path_node in path[num_pages:]
+        )
+        if self.expected_checkpoints and not is_awaited:
+            is_awaited = any(digest in self.expected_checkpoints for digest in digests[num_pages:])
         shared = tuple(path[:num_pages])
-        return PrefixHit(position, num_pages, tuple(pages), len(path), shared, node, fork)
+        return PrefixHit(
+            position, num_pages, tuple(pages), len(path), shared, node, fork, is_awaited
+        )
 
     def count_unreferenced(self, hit: PrefixHit) -> int:
         """Count the blocks of a prefix hit that are free until a sequence shares them."""
@@ -191,6 +205,7 @@ class StatePool:
         sequence.pages = [list(pages) for pages in hit.pages] or [[] for _ in self.page_groups]
         sequence.num_kept_from = [pages.count(None) for pages in sequence.pages]
         sequence.due_checkpoints = self._due_checkpoints(sequence, hit)
+        self._expect_checkpoints(sequence, 1)
         for node in hit.path:
             node.num_live += 1
         for page in hit.shared_pages:
@@ -204,6 +219,15 @@ class StatePool:
                 no_blocks = (NULL_BLOCK,) * group.page_blocks
                 added += no_blocks if page_or_none is None else page_or_none.blocks
         self._load_state(sequence, hit.node, num_needed)
+
+    def _expect_checkpoints(self, sequence: Sequence, change: int) -> None:
+        """Add to, or take from, the checkpoints that running sequences are about to save."""
+        for position, _ in sequence.due_checkpoints:
+            num_pages = position // self.page_size
+            digest = page_digests(sequence, num_pages, self.page_size)[num_pages - 1]
+            self.expected_checkpoints[digest] += change
+            if not self.expected_checkpoints[digest]:
+                del self.expected_checkpoints[digest]
 
     def _load_state(self, sequence: Sequence, node: PrefixNode | None, num_needed: int) -> None:
         """Give a sequence its live state: that of a checkpoint, or one that begins with zeros.
@@ -308,7 +332,9 @@ class StatePool:
         due = sequence.due_checkpoints
         if not due or sequence.num_computed < due[-1][0]:
             return
+        self._expect_checkpoints(sequence, -1)
         position, kind = due.pop()
+        self._expect_checkpoints(sequence, 1)
         node = self._end_of_page(sequence, position // self.page_size)
         assert node.end == position == sequence.num_computed
         if node.checkpoint or not self.cache.has_windows(node):
@@ -345,6 +371,8 @@ class StatePool:
             node.twins.pop(sequence.id, None)
             self.cache.offer(node)
         self._set_anchor(sequence, None)
+        self._expect_checkpoints(sequence, -1)
+        sequence.due_checkpoints = []
         sequence.state = ()
         sequence.path = []
         sequence.pages = []

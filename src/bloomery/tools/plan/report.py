@@ -196,7 +196,7 @@ def _state_lines(plan: PlanEstimate) -> list[str]:
     num_layers = len(plan.model.recurrents)
     num_ranks = chosen.layout.tp * chosen.layout.pp
     state = chosen.state_bytes_per_sequence * num_ranks
-    num_users = max(chosen.max_users(plan.context) // chosen.layout.replicas, 1)
+    num_users = max(chosen.max_users(plan.context) // chosen.layout.replicas // 2, 1)
     num_checkpoints = chosen.count_checkpoints(num_users, plan.context)
     users = "1 user" if num_users == 1 else f"{num_users:,} users"
     return [
