@@ -118,6 +118,7 @@ class GapRecorder:
 
     def __init__(self) -> None:
         self.gaps: list[float] = []
+        self.num_started = 0  # streams with a token
 
     async def follow(self, tokens: AsyncIterator[Any]) -> None:
         last = 0.0
@@ -126,6 +127,8 @@ class GapRecorder:
                 now = time.perf_counter()
                 if last:
                     self.gaps.append(now - last)
+                else:
+                    self.num_started += 1
                 last = now
 
     def take(self) -> list[float]:
@@ -138,6 +141,7 @@ def describe_gaps(gaps: Sequence[float]) -> dict[str, float]:
     milliseconds = {
         "median_ms": median(gaps),
         "p99_ms": gaps[len(gaps) * 99 // 100],
+        "p99_9_ms": gaps[len(gaps) * 999 // 1000],
         "longest_ms": gaps[-1],
     }
     return {name: round(1e3 * seconds, 2) for name, seconds in milliseconds.items()}
@@ -156,6 +160,8 @@ async def measure_stalls(engine: AsyncLLM, paths: list[Path], args: argparse.Nam
         prompt = [rng.randrange(3, 1000) for _ in range(PROMPT_TOKENS)]
         tokens = engine.stream(prompt, params, adapter)
         streams.append(asyncio.create_task(recorder.follow(tokens)))
+    while recorder.num_started < args.streams:
+        await asyncio.sleep(0.1)
     await asyncio.sleep(WARMUP_SECONDS)
     recorder.take()
     rounds = []

@@ -146,8 +146,7 @@ class AdapterConversion:
     def convert(self) -> ConvertedAdapter:
         """Find the matrices of every target and lay them out as in a device slot."""
         memory = self.reader.memory
-        pinned = memory.device.type == "cuda"
-        values = torch.zeros(memory.slot_size(), dtype=memory.dtype, pin_memory=pinned)
+        values = torch.zeros(memory.slot_size(), dtype=memory.dtype)
         for target, views in zip(memory.targets, memory.split_slots(values)):
             if target.is_expert:
                 self._convert_experts(target, *views)
@@ -157,7 +156,7 @@ class AdapterConversion:
         for index, table_target in enumerate(memory.tables):
             table = self._convert_table(table_target)
             if table is not None:
-                tables[index] = table.pin_memory() if pinned else table
+                tables[index] = table.contiguous()
         self._check_all_used()
         num_targets = sum(
             any(role in module.tensors for role in ("a", "weight"))

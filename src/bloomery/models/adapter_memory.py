@@ -17,6 +17,7 @@ import torch
 from bloomery.kernels import lora
 from bloomery.kernels.lora import FUSED_SHRINKS, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
+from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.lora import EmbeddingAdapters, LinearAdapters, TableAdapters
 from bloomery.spec import AttentionSpec, FusedTensor, RecurrentSpec, SplitTensors
@@ -81,6 +82,7 @@ class AdapterMemory:
         self.embeddings: list[EmbeddingAdapters] = []
         self.tables: list[TableTarget] = []
         self.memory = torch.empty(0)  # [slots, values of a slot]
+        self.staging: StagingRing | None = None  # None: on a CPU
 
     # ---- registration, while the model is loaded ----
 
@@ -149,6 +151,8 @@ class AdapterMemory:
         self.memory = torch.zeros(
             self.num_slots, self.slot_size(), dtype=self.dtype, device=self.device
         )
+        if self.device.type == "cuda":
+            self.staging = StagingRing(self.memory[0].nbytes)
         for target, matrices in zip(self.targets, self.split_slots(self.memory)):
             target.adapters.bind(*matrices)
         if self.device.type == "cuda":
@@ -208,7 +212,7 @@ class AdapterMemory:
 
         Returns whether tables were allocated for it, which steps that were captured do not know.
         """
-        self.memory[slot].copy_(adapter.values, non_blocking=True)
+        self._copy(adapter.values, self.memory[slot])
         is_first = False
         for index, target in enumerate(self.tables):
             tables = target.tables
@@ -218,10 +222,17 @@ class AdapterMemory:
                     tables.allocate(self.num_slots, self.dtype, self.device)
                     is_first = True
                 assert tables.tables is not None
-                tables.tables[slot].copy_(table, non_blocking=True)
+                self._copy(table, tables.tables[slot])
             if tables.active is not None:
                 tables.active[slot] = int(table is not None)
         return is_first
+
+    def _copy(self, values: torch.Tensor, slot: torch.Tensor) -> None:
+        """Copy values of an adapter from host memory into a part of a slot."""
+        if self.staging is None:
+            slot.copy_(values)
+        else:
+            self.staging.copy(values, slot)
 
 
 def align(count: int) -> int:
