@@ -51,7 +51,7 @@ def test_every_option_is_a_flag_and_a_variable() -> None:
         assert field.metadata["help"]
 
 
-def test_adapters_are_listed_by_one_flag_or_several() -> None:
+def test_adapters_are_listed_by_one_flag_or_several(tmp_path: Path) -> None:
     entry = '{"name": "c", "path": "/c", "base_model_name": "m"}'
     flags = ["--lora-modules", "a=/a", "b=/b", "--lora-modules", entry, "--lora-allow", "org/*"]
     args = build_parser("serve").parse_args(["serve", "model", *flags])
@@ -61,6 +61,10 @@ def test_adapters_are_listed_by_one_flag_or_several() -> None:
     assert modules == [("a", "/a"), ("b", "/b"), ("c", "/c")]
     assert config.split_list(config.lora_allow) == ("org/*",)
     values, _ = read_environment({"BLOOMERY_LORA_MODULES": f"a=/a, b=/b,{entry}"}, ServerConfig)
+    assert parse_lora_modules(values["lora_modules"]) == modules
+    path = tmp_path / "bloomery.toml"
+    path.write_text('lora-modules = {a = "/a", b = "/b", c = "/c"}')
+    values = read_config_file(str(path), ServerConfig)
     assert parse_lora_modules(values["lora_modules"]) == modules
 
 

@@ -484,7 +484,7 @@ def _text_of_toml(value: Any, name: str) -> str:
             return str(value)
         case list() if all(isinstance(entry, str) for entry in value):
             return ",".join(value)
-        case dict() if all(isinstance(entry, int | float) for entry in value.values()):
+        case dict() if all(isinstance(entry, int | float | str) for entry in value.values()):
             return ",".join(f"{entry_name}={entry}" for entry_name, entry in value.items())
     raise ConfigError(f"{name} must be a text, a number, true or false, or a list of texts")
 
