@@ -16,7 +16,7 @@ file. It must not know layers or checkpoint formats.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -57,6 +57,10 @@ from bloomery.kernels.packed_gemv import (
     supports_packed_gemv,
 )
 from bloomery.kernels.packed_moe_gemv import packed_experts_gemv_summed, supports_expert_gemv
+
+# Pairs per expert, rounded up to a power of two -> fastest tiling of 4-bit floats, measured on an
+# H200 with `benchmarks/packed.py tune experts`.
+MXFP4_TILINGS: Mapping[int, PackedGemmTiling] = {}
 
 
 def supports_packed_experts(packed: PackedWeight, dtype: torch.dtype) -> bool:
@@ -207,14 +211,8 @@ def packed_grouped_gemm(
     rows = packed.shape[0] // num_experts
     outputs = rows // 2 if gated else rows
     if tiling is None:
-        units = count_units(columns, layout.bits)
-        tokens = min(128, max(16, num_pairs // num_experts))
-        multiprocessors = num_multiprocessors(x.device)
-        tiling = select_split_k_tiling(
-            tokens, packed.shape[0], units, layout.kind, layout.bits, multiprocessors
-        )
-        if gated and tiling.tokens >= 64:
-            tiling = tiling._replace(outputs=64)  # two sums are in registers
+        pairs_per_expert = min(128, max(16, num_pairs // num_experts))
+        tiling = select_grouped_tiling(packed, pairs_per_expert, gated, x.device)
     out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     x = permute_inputs(x, layout, None, tiling.units_per_iter)
     max_blocks = (num_pairs + num_experts * (tiling.tokens - 1)) // tiling.tokens
@@ -251,6 +249,24 @@ def packed_grouped_gemm(
         **pdl_options(x.device),
     )
     return out
+
+
+def select_grouped_tiling(
+    packed: PackedWeight, pairs_per_expert: int, gated: bool, device: torch.device
+) -> PackedGemmTiling:
+    """Choose the tiling for experts that have so many pairs on average, 16 to 128."""
+    layout = describe_layout(packed)
+    tile_pairs = next_power_of_2(pairs_per_expert)
+    if layout.kind == "mxfp4" and tile_pairs in MXFP4_TILINGS:
+        return MXFP4_TILINGS[tile_pairs]
+    rows, columns = packed.shape
+    units = count_units(columns, layout.bits)
+    tiling = select_split_k_tiling(
+        pairs_per_expert, rows, units, layout.kind, layout.bits, num_multiprocessors(device)
+    )
+    if gated and tiling.tokens >= 64:
+        return tiling._replace(outputs=64)  # two sums are in registers
+    return tiling
 
 
 @jit
