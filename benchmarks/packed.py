@@ -769,7 +769,7 @@ ExpertJob = tuple[str, int, str, ExpertGemvTiling | PackedGemmTiling]  # model, 
 EXPERT_TILINGS: dict[int, list[ExpertGemvTiling] | list[PackedGemmTiling]] = {
     1: [
         ExpertGemvTiling(outputs, chunks, chunks // 32)
-        for outputs, chunks in product((2, 4, 8, 16), (32, 64, 128))
+        for outputs, chunks in product((1, 2, 4, 8), (32, 64, 128))
     ],
     **{
         tokens: [

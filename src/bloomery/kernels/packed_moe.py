@@ -60,7 +60,10 @@ from bloomery.kernels.packed_moe_gemv import packed_experts_gemv_summed, support
 
 # Pairs per expert, rounded up to a power of two -> fastest tiling of 4-bit floats, measured on an
 # H200 with `benchmarks/packed.py tune experts`.
-MXFP4_TILINGS: Mapping[int, PackedGemmTiling] = {}
+MXFP4_TILINGS: Mapping[int, PackedGemmTiling] = {
+    16: PackedGemmTiling(16, 64, 4, 3, 1),
+    32: PackedGemmTiling(64, 128, 4, 3, 1),
+}
 
 
 def supports_packed_experts(packed: PackedWeight, dtype: torch.dtype) -> bool:

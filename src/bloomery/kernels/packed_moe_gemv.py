@@ -68,7 +68,8 @@ class ExpertGemvTiling(NamedTuple):
     warps: int
 
 
-UP_TILING = ExpertGemvTiling(4, 32, 1)
+# The fastest for the MXFP4 experts of gpt-oss on an H200 (`benchmarks/packed.py tune experts`).
+UP_TILING = ExpertGemvTiling(2, 32, 1)
 DOWN_TILING = ExpertGemvTiling(8, 128, 4)
 
 
