@@ -119,9 +119,9 @@ def start_compiling(missing: MissingKernels) -> Callable[[], None]:
     def compile_one(specialization: str) -> float:
         started = time.monotonic()
         torch.cuda.set_device(device)  # of this thread
-        compiled = kernels[specialization].preload(specialization)
-        if compiled is not None:
-            _ = compiled.run  # compiles the launcher in C and loads the kernel into the context
+        # The launcher is left to the first launch: Triton loads launchers as extension modules of
+        # one name, and threads that do so at the same time get each other's.
+        kernels[specialization].preload(specialization)
         return time.monotonic() - started
 
     start = time.monotonic()
