@@ -8,6 +8,7 @@ graphs: here a captured graph is the work itself, to be run again.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,13 @@ from bloomery.kernels import paged_decode, paged_prefill
 from bloomery.kernels.launch import MissingKernels, triton_interpreted
 from bloomery.messages import EngineRequest, ResolvedSampling
 from bloomery.runtime.rows import BatchOrder, PlacedRequest
-from bloomery.runtime.runner import CudaGraphRunner, GraphPool, ModelForward, ModelRunner
+from bloomery.runtime.runner import (
+    CudaGraphRunner,
+    GraphPool,
+    ModelForward,
+    ModelRunner,
+    garbage_collection_paused,
+)
 from bloomery.runtime.step_batch import (
     SHORT_DECODE_POSITIONS,
     CaptureSizes,
@@ -327,3 +334,16 @@ def test_captured_graphs_change_no_tokens(name: str, tmp_path: Path) -> None:
     assert sum(shape.samples_apart for shape in captured) == num_sizes
     assert sum(shape.num_tokens == 0 for shape in captured) == num_sizes
     assert not captured[0].samples_apart
+
+
+def test_no_garbage_is_collected_inside_the_block() -> None:
+    assert gc.isenabled()
+    with garbage_collection_paused():
+        assert not gc.isenabled()
+        with garbage_collection_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError), garbage_collection_paused():
+        raise ValueError
+    assert gc.isenabled()

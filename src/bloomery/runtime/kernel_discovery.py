@@ -71,6 +71,8 @@ def compile_step_kernels(
     for num_tokens in WARMED_TOKENS:
         if captured_tokens < num_tokens < step.num_tokens:
             step.run_model(step.build_metadata(step.split_into_prompts(num_tokens)))
+    torch.cuda.synchronize(decoder.device)
+    discovery.release_graphs(runner)
     return wait_for_captured
 
 
@@ -103,6 +105,14 @@ class KernelDiscovery:
     def _run_marked(self, work: Callable[[], object]) -> None:
         self.marker.zero_()
         work()
+
+    def release_graphs(self, runner: ModelRunner) -> None:
+        """Destroy all graphs now. The garbage collector would do so at any time."""
+        self.graphs.clear()
+        self.pool.incomplete.clear()
+        self.pool.pending.clear()
+        if runner.graph_runner is not None:
+            runner.graph_runner.graphs.clear()
 
     def start_compiling(self) -> Callable[[], None]:
         """Start to compile what was not missing before; the returned function waits for it."""

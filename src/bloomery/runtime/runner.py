@@ -14,8 +14,10 @@ This file must not know sampling parameters, stop conditions or scheduling.
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -178,6 +180,21 @@ class CpuTraceRunner:
         self.traces[shape].replay()
 
 
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Pause Python's garbage collector inside the block.
+
+    It might destroy another CUDA graph, which invalidates a capture of the same thread.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class GraphPool:
     """Captures CUDA graphs into one shared memory pool.
 
@@ -198,7 +215,11 @@ class GraphPool:
         no others, torch warns of an empty graph.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.stream), defer_compilations(missing):
+        with (
+            torch.cuda.stream(self.stream),
+            defer_compilations(missing),
+            garbage_collection_paused(),
+        ):
             graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             try:
                 work()
