@@ -14,6 +14,7 @@ from bloomery.messages import (
     CacheGroup,
     EngineRequest,
     FinishReason,
+    PoolingType,
     ResolvedSampling,
     SampledTokens,
     ScheduledStep,
@@ -239,6 +240,29 @@ def test_windows_are_kept_for_checkpoints() -> None:
     assert hit.pages[1][:6] == [None] * 6 and None not in hit.pages[1][6:]
 
 
+def test_no_checkpoint_is_taken_where_a_window_is_missing() -> None:
+    """The tree has the window pages of another sequence, which are evicted before they are needed.
+
+    This happens only where both have computed the same pages at the same time.
+    """
+    pool = make_pool(200, (FULL, CacheGroup(9), STATE))
+    longer = start(pool, 0, range(60))
+    sequence = start(pool, 1, range(30))
+    for one in (longer, sequence):
+        one.num_computed = 24
+        pool.publish(one)
+    longer.num_computed = 56
+    pool.publish(longer)
+    pool.free_passed_pages(longer, 56)
+    blocks = pool.cache.take_blocks(len(pool.cache.free_blocks) + 12)
+    pool.cache.free_blocks += blocks
+    sequence.num_computed = 28
+    pool.publish(sequence)
+    pool.save_due_checkpoint(sequence)
+    assert not any(node.checkpoint for node in pool.cache.tree)
+    check_state_pool(pool, [longer, sequence])
+
+
 def test_a_model_without_attention_has_states_only() -> None:
     pool = make_pool(20, (STATE,))
     sequence = start(pool, 0, range(10))
@@ -331,6 +355,25 @@ def test_drafts_are_dropped_because_a_state_cannot_be_rolled_back() -> None:
     assert step is not None
     assert step.decodes == (sequence.id,) or not step.chunks[0].drafts
     assert not sequence.drafts
+
+
+def test_an_embedded_prompt_resumes_at_a_checkpoint_and_leaves_none() -> None:
+    pool = make_pool()
+    scheduler = Scheduler(pool, 64, 4)
+    serve(pool, 50, range(10), [1, 2, 3])
+    prompt = (*range(10), 1, 2, 9)
+    cases: list[tuple[PoolingType, int]] = [("last", 12), ("mean", 0)]
+    for pooling, start_position in cases:
+        request = EngineRequest(pooling, prompt, ResolvedSampling(), 1, pooling=pooling)
+        scheduler.add(request)
+        step = scheduler.schedule()
+        assert step is not None and step.chunks[0].start == start_position
+        sample = SampledTokens(step.chunks[0].sequence, embedding=(1.0,))
+        (output,) = scheduler.update(step, StepOutput((sample,)))
+        assert output.embedding == (1.0,) and output.finish == "stop"
+    kinds = [node.kind for node in pool.cache.tree if node.checkpoint]
+    assert sorted(kinds) == ["answer", "prompt"]
+    check_state_pool(pool, [])
 
 
 def test_a_replayed_request_resumes_with_the_tokens_that_were_sent() -> None:
