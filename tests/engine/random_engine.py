@@ -291,11 +291,7 @@ class RandomEngine:
 
     def sequences_with_pages(self) -> set[Sequence]:
         """Return the running sequences, and those that have ended but are in a step in flight."""
-        in_flight = self.scheduler.in_flight
-        ended = {
-            sequence for step in in_flight for sequence in (*step.decodes, *step.chunk_sequences)
-        }
-        return {*self.scheduler.running.values(), *ended}
+        return holders_of_pages(self.scheduler)
 
     def propose_drafts(self) -> None:
         """Propose drafts. Each token is right with a probability of at least 0.7."""
@@ -358,6 +354,16 @@ class RandomEngine:
             self.events["places drained"] += store.places.num_drains
             assert all(place.is_free for place in store.places.slots)
             assert self.executor.host_adapters == store.adapters.keys()
+
+
+def holders_of_pages(scheduler: Scheduler) -> set[Sequence]:
+    """Return the running sequences, and those that have ended but are in a step in flight."""
+    ended = {
+        sequence
+        for step in scheduler.in_flight
+        for sequence in (*step.decodes, *step.chunk_sequences)
+    }
+    return {*scheduler.running.values(), *ended}
 
 
 def check_state_pool(pool: StatePool, sequences: Iterable[Sequence]) -> None:

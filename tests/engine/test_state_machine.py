@@ -8,14 +8,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bloomery.cache_groups import count_state_blocks
 from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.chunk_planner import LatencyTargets
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.policy import FairPolicy, FcfsPolicy, Policy
 from bloomery.engine.scheduler import Scheduler
+from bloomery.engine.state_pool import StatePool
 from bloomery.messages import CacheGroup, EngineRequest, ResolvedSampling
 from tests.engine.fake_executor import VOCAB, FakeExecutor, reference_tokens
-from tests.engine.random_engine import check_block_pool
+from tests.engine.random_engine import check_block_pool, check_state_pool, holders_of_pages
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=14)
 
@@ -24,6 +26,8 @@ GROUPS = (
     (CacheGroup(),),
     (CacheGroup(5),),
     (CacheGroup(), CacheGroup(3, num_tables=2)),
+    (CacheGroup(), CacheGroup(num_tables=2, state_blocks=2)),
+    (CacheGroup(4), CacheGroup(state_blocks=3)),
 )
 
 
@@ -52,7 +56,9 @@ class EngineStateMachine(RuleBasedStateMachine):
         groups: tuple[CacheGroup, ...],
     ) -> None:
         num_blocks *= sum(group.page_blocks for group in groups)
-        self.block_pool = BlockPool(num_blocks, block_size, groups=groups)
+        num_blocks += 2 * count_state_blocks(groups)
+        kind = StatePool if count_state_blocks(groups) else BlockPool
+        self.block_pool = kind(num_blocks, block_size, groups=groups)
         policy: Policy = FcfsPolicy()
         if fair:
             targets = LatencyTargets(short_request_seconds=0.02)
@@ -100,7 +106,14 @@ class EngineStateMachine(RuleBasedStateMachine):
     @invariant()
     def block_pool_is_consistent(self) -> None:
         if hasattr(self, "block_pool"):
+            self.check_pool()
+
+    def check_pool(self) -> None:
+        scheduler = self.loop.scheduler
+        if isinstance(self.block_pool, BlockPool):
             check_block_pool(self.block_pool)
+        else:
+            check_state_pool(self.block_pool, holders_of_pages(scheduler))
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
