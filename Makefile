@@ -53,7 +53,7 @@ test: $(VENV)/.dev $(VENV)/.browser
 # The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: $(VENV)/.dev
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" NATIVE_CHECKS=1 \
-	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider tests/native/test_ops.py tests/native/test_experts.py tests/native/test_trace.py tests/native/test_thread_pool.py
+	  ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider tests/native/test_ops.py tests/native/test_experts.py tests/native/test_trace.py tests/native/test_thread_pool.py tests/native/test_recurrent.py
 
 # What a release uploads (docs/releasing.md). ziglang compiles for all processors; hatchling packs.
 build/dist-tools: pyproject.toml

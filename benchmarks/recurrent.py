@@ -3,7 +3,7 @@
     PYTHONPATH=src:. python3 benchmarks/recurrent.py check   compare with the torch references
     PYTHONPATH=src:. python3 benchmarks/recurrent.py bench   times of decodes and prefills
     PYTHONPATH=src:. python3 benchmarks/recurrent.py profile times of each kernel
-    PYTHONPATH=src:. python3 benchmarks/recurrent.py tune    launch parameters of the delta net
+    PYTHONPATH=src:. python3 benchmarks/recurrent.py tune    launch parameters
 
 A further argument selects the cases whose name contains it. Outputs are filled with NaN beforehand,
 and blocks that no sequence has written hold NaN. Times are medians of replays of one CUDA graph of
@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.kernels import HBM_BYTES_PER_SECOND, measure_microseconds
-from bloomery.kernels.delta_net_kernels import TILING, DeltaNetTiling
+from bloomery.kernels import delta_net_kernels, mamba2_kernels
 from bloomery.kernels.gated_delta_net import (
     gated_delta_net,
     gated_delta_net_reference,
     gated_delta_net_triton,
 )
-from bloomery.kernels.mamba2 import mamba2, mamba2_reference
+from bloomery.kernels.mamba2 import mamba2, mamba2_reference, mamba2_triton
 from bloomery.kernels.short_conv import short_conv, short_conv_reference
 from bloomery.kernels.state_cache import view_states
 from bloomery.spec import (
@@ -182,60 +182,73 @@ def run_profile(name_filter: str) -> None:
             print(f"    {row.key[:60]:60} {microseconds:9.1f} us", flush=True)
 
 
-def tuning_variants(kind: str) -> list[DeltaNetTiling]:
-    """Launch parameters to compare, the usual ones first."""
+def delta_net_variants(kind: str) -> list[RunMixer]:
+    """The gated delta net with launch parameters to compare, the usual ones first."""
+    usual = delta_net_kernels.TILING
     if kind == "decode":
-        return [TILING, *(replace(TILING, decode_warps=warps) for warps in (4, 16))]
-    variants = [TILING]
-    for warps, precision in product((2, 4, 8), ("tf32", "tf32x3")):
-        variants.append(replace(TILING, prepare_warps=warps, solve_precision=precision))
-    for value_slice, warps, stages in product((16, 32, 64), (4, 8), (1, 2, 3)):
-        variants.append(
-            replace(TILING, value_slice=value_slice, scan_warps=warps, scan_stages=stages)
-        )
-    return list(dict.fromkeys(variants))
+        variants = [usual, *(replace(usual, decode_warps=warps) for warps in (4, 16))]
+    else:
+        variants = [usual]
+        variants += [replace(usual, prepare_warps=warps) for warps in (2, 4)]
+        for value_slice, warps, stages in product((16, 32, 64), (4, 8), (1, 2, 3)):
+            variants.append(
+                replace(usual, value_slice=value_slice, scan_warps=warps, scan_stages=stages)
+            )
+    return [partial(gated_delta_net_triton, tiling=tiling) for tiling in dict.fromkeys(variants)]
 
 
-def compile_variant(kind: str, tiling: DeltaNetTiling) -> None:
+def mamba2_variants(kind: str) -> list[RunMixer]:
+    """Mamba-2 with launch parameters to compare, the usual ones first."""
+    if kind == "decode":
+        return [mamba2_triton]
+    variants = [mamba2_kernels.TILING]
+    for chunk, head_slice, warps, stages in product((64, 128), (16, 32, 64), (4, 8), (1, 2)):
+        variants.append(mamba2_kernels.Mamba2Tiling(chunk, head_slice, warps, stages))
+    return [partial(mamba2_triton, tiling=tiling) for tiling in dict.fromkeys(variants)]
+
+
+def compile_variant(spec: RecurrentSpec, kind: str, mixer: RunMixer) -> None:
     """Compile the kernels of a variant with little work; a variant may not fit."""
     lens = [1] if kind == "decode" else [70]
-    spec = MIXERS["delta net"].spec
     case = make_case(spec, lens, lens, torch.bfloat16, "cuda", BLOCK_ROWS, 0)
     with suppress(Exception):
-        case.without_host_lengths().run(partial(gated_delta_net_triton, tiling=tiling))
+        case.without_host_lengths().run(mixer)
 
 
 def run_tuning(name_filter: str) -> None:
-    """Print the times of launch parameters of the gated delta net, the fastest first."""
-    spec = MIXERS["delta net"].spec
-    for kind, lens, seq_lens in (
-        ("decode", [1] * 64, [500] * 64),
-        ("prefill", [8192], [8192]),
-        ("prefill", [1024] * 8, [1024] * 8),
-    ):
-        if name_filter not in kind:
+    """Print the times of launch parameters, the fastest first."""
+    shapes = {
+        "decode 64": ([1] * 64, [500] * 64),
+        "prefill 8192": ([8192], [8192]),
+        "prefill 8 x 1024": ([1024] * 8, [1024] * 8),
+    }
+    variants_of = {"delta net": delta_net_variants, "mamba2": mamba2_variants}
+    for (name, find_variants), (shape, lens) in product(variants_of.items(), shapes.items()):
+        if name_filter not in f"{name} {shape}":
             continue
-        variants = tuning_variants(kind)
+        spec = MIXERS[name].spec
+        kind = shape.split()[0]
+        variants = find_variants(kind)
         with ThreadPoolExecutor(12) as threads:
-            list(threads.map(partial(compile_variant, kind), variants))
-        case = make_case(spec, lens, seq_lens, torch.bfloat16, "cuda", BLOCK_ROWS, 0)
+            list(threads.map(partial(compile_variant, spec, kind), variants))
+        case = make_case(spec, *lens, torch.bfloat16, "cuda", BLOCK_ROWS, 0)
         case = case.without_host_lengths()
         timings = []
-        for tiling in variants:
-            mixer = partial(gated_delta_net_triton, tiling=tiling)
+        for mixer in variants:
 
             def step(mixer: RunMixer = mixer, case: RecurrentCase = case) -> object:
                 for _ in range(CALLS - 1):
                     mixer(case.projected, case.spec, case.weights, case.states)
                 return mixer(case.projected, case.spec, case.weights, case.states)
 
+            label = getattr(mixer, "keywords", {}).get("tiling", "usual")
             try:
-                timings.append((measure_microseconds(step, CALLS), tiling))
+                timings.append((measure_microseconds(step, CALLS), str(label)))
             except Exception as problem:
-                print(f"{tiling}: {problem!r}"[:200], flush=True)
-        print(f"{kind} of {len(lens)} x {lens[0]}", flush=True)
-        for microseconds, tiling in sorted(timings, key=lambda timing: timing[0]):
-            print(f"    {microseconds:9.1f} us {tiling}", flush=True)
+                print(f"{label}: {problem!r}"[:200], flush=True)
+        print(f"{name} {shape}, the usual one first in the code: {variants[0]}"[:120], flush=True)
+        for microseconds, label in sorted(timings)[:8]:
+            print(f"    {microseconds:9.1f} us {label}", flush=True)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def prefill_delta_net_triton(
     written = torch.empty(num_tokens, heads, spec.value_dim, dtype=dtype, device=device)
     erased = torch.empty(num_tokens, heads, spec.key_dim, dtype=dtype, device=device)
     log_decays = torch.empty(num_tokens, heads, dtype=torch.float32, device=device)
-    raw = torch.empty(num_tokens, heads, spec.value_dim, dtype=torch.float32, device=device)
+    raw = torch.empty(num_tokens, heads, spec.value_dim, dtype=dtype, device=device)
     shape = {
         "NUM_KEY_HEADS": spec.num_key_heads,
         "NUM_VALUE_HEADS": heads,
@@ -563,14 +563,15 @@ def scan_chunks_kernel(
             decayed = (new * remaining[:, None]).to(q.dtype)
             state = state * tl.exp(final)
             state += tl.dot(tl.trans(k), decayed, input_precision=PRECISION)
-            tl.store(out + of_head * VALUE_DIM + value[None, :], y, mask=value_tile)
+            result = out + of_head * VALUE_DIM + value[None, :]
+            tl.store(result, y.to(out.dtype.element_ty), mask=value_tile)
         if seq_len > 0:
             tl.store(pointers, state, mask=tile)
 
 
 @jit(do_not_specialize=["first_sequence", "num_tokens"])
 def gate_norm_kernel(
-    raw,  # [tokens, heads, VALUE_DIM] float32
+    raw,  # [tokens, heads, VALUE_DIM]
     projected,
     norm_weight,
     query_start_loc,
@@ -597,6 +598,7 @@ def gate_norm_kernel(
     inside = (token >= first_token) & (token < num_tokens)
     tile = inside[:, None] & (value < VALUE_DIM)[None, :]
     y = tl.load(raw + row[:, None] * VALUE_DIM + value[None, :], mask=tile, other=0.0)
+    y = y.to(tl.float32)
     gates = projected + token[:, None] * row_stride + GATE + head[:, None] * VALUE_DIM
     gate = tl.load(gates + value[None, :], mask=tile, other=0.0).to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 1) / VALUE_DIM + eps)[:, None]

@@ -22,6 +22,8 @@ from bloomery.kernels.causal_conv import (
 )
 from bloomery.kernels.launch import use_triton
 from bloomery.kernels.mamba2_kernels import (
+    TILING,
+    Mamba2Tiling,
     decode_mamba2_triton,
     gate_mamba2_triton,
     prefill_mamba2_triton,
@@ -58,7 +60,11 @@ def mamba2(
 
 
 def mamba2_triton(
-    projected: torch.Tensor, spec: Mamba2Spec, weights: Mamba2Weights, states: LayerStates
+    projected: torch.Tensor,
+    spec: Mamba2Spec,
+    weights: Mamba2Weights,
+    states: LayerStates,
+    tiling: Mamba2Tiling = TILING,
 ) -> torch.Tensor:
     """One kernel for the decodes, three for the prefill chunks."""
     metadata = states.metadata
@@ -79,7 +85,7 @@ def mamba2_triton(
         )
         source = ConvInput(projected, inner, weights.factors)
         convolved = conv_prefills_triton(source, *conv, heads, conv_view, metadata)
-        prefill_mamba2_triton(projected, convolved, spec, vectors, scan_view, metadata, out)
+        prefill_mamba2_triton(projected, convolved, spec, vectors, scan_view, metadata, out, tiling)
     return out
 
 

@@ -1,12 +1,14 @@
 """Triton kernels of Mamba-2: decodes, prefill chunks, and the gated norm.
 
-A prefill goes from chunk to chunk of CHUNK positions with the state S in registers. Within a chunk,
+A prefill goes from chunk to chunk of positions with the state S in registers. Within a chunk,
 with cumulative log decays G and inputs X = dt * x:
 
     out = exp(G) (C S) + (lower triangle of (C B) * exp(G[i] - G[j])) X
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -23,8 +25,18 @@ from bloomery.kernels.launch import (
 from bloomery.kernels.state_cache import RecurrentMetadata, StateView, load_state_rows
 from bloomery.spec import Mamba2Spec
 
-CHUNK = 64  # positions
-HEAD_SLICE = 32  # head dims of one program of the scan
+
+@dataclass(frozen=True)
+class Mamba2Tiling:
+    """Launch parameters of the scan; benchmarks/recurrent.py compares others."""
+
+    chunk: int = 64  # positions
+    head_slice: int = 32  # head dims of one program
+    warps: int = 8
+    stages: int = 2
+
+
+TILING = Mamba2Tiling()
 
 
 def decode_mamba2_triton(
@@ -199,12 +211,13 @@ def prefill_mamba2_triton(
     view: StateView,
     metadata: RecurrentMetadata,
     out: torch.Tensor,
+    tiling: Mamba2Tiling = TILING,
 ) -> None:
     """Compute the prefill chunks of a step, given x, B and C after the convolution."""
     first = metadata.num_decodes
     num_prefills = len(metadata.seq_lens) - first
     in_float32 = projected.dtype == torch.float32
-    head_slice = min(HEAD_SLICE, max(next_power_of_2(spec.head_dim), 16))
+    head_slice = min(tiling.head_slice, max(next_power_of_2(spec.head_dim), 16))
     scan_mamba2_kernel[(num_prefills, spec.num_heads, -(-spec.head_dim // head_slice))](
         projected,
         convolved,
@@ -227,10 +240,10 @@ def prefill_mamba2_triton(
         SCAN_ROWS=view.rows_per_block,
         HEAD_BLOCK=head_slice,
         STATE_BLOCK=max(next_power_of_2(spec.state_size), 16),
-        CHUNK=CHUNK,
+        CHUNK=64 if in_float32 else tiling.chunk,
         PRECISION="ieee" if in_float32 else "tf32",
-        num_warps=8,
-        num_stages=1 if in_float32 else 2,
+        num_warps=tiling.warps,
+        num_stages=1 if in_float32 else tiling.stages,
         **pdl_options(projected.device),
     )
 
