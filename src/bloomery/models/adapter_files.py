@@ -565,7 +565,12 @@ class AdapterConversion:
         own = table.to(self.reader.memory.dtype)
         ids = torch.arange(tables.num_ids, device=self.reader.memory.device)
         unchanged = bool((target.matrix.gather(ids).to(own.dtype).cpu() == own).all())
-        return None if unchanged else own
+        if unchanged:
+            return None
+        problem = self.reader.memory.check_table_memory(target)
+        if problem is not None:
+            raise refuse(self.path, problem)
+        return own
 
 
 class ArrangedLayer:

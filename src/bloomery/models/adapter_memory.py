@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from bloomery.kernels import lora
-from bloomery.kernels.lora import FUSED_SHRINKS, AdapterBatch
+from bloomery.kernels.lora import FUSED_SHRINKS, MAX_SPLITS, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
@@ -185,6 +185,28 @@ class AdapterMemory:
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
+
+    def step_bytes(self, num_tokens: int) -> int:
+        """The bytes that the adapters of a step of that many tokens take besides the base model."""
+        shapes = [target.adapters.shapes(self.padded_rank) for target in self.targets]
+        most_outputs = max(prod(bias) for _, _, bias in shapes)
+        width = max(a[-2] for a, _, _ in shapes)
+        return num_tokens * (most_outputs * self.dtype.itemsize + MAX_SPLITS * width * 4)
+
+    def check_table_memory(self, target: TableTarget) -> str | None:
+        """Return why there is no room for the tables of all slots, if so."""
+        if target.tables.tables is not None or self.device.type != "cuda":
+            return None
+        tables = target.tables
+        needed = self.num_slots * tables.num_ids * tables.width * self.dtype.itemsize
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if needed <= free:
+            return None
+        return (
+            f"it has a whole table of {target.name}, for which {self.num_slots} slots need "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; start the server with "
+            "a lower --gpu-memory-utilization or with fewer --max-loras"
+        )
 
     def slot_size(self) -> int:
         """The number of values in one slot."""

@@ -295,14 +295,16 @@ class Worker:
             self.decoder, self.backend, self.plan, self.kv_cache_dtype, self._captured_tokens()
         )
         self.step_bytes = activations.step
-        # Steps with adapters have graphs of their own.
-        num_kinds = 1 if self.adapters is None else 2
         sampler_bytes = count_sampler_bytes(
             self.plan.max_num_seqs + 1, self.decoder.spec.vocab, NUM_PREFILL_SLOTS
         )
-        return (
-            activations.step + activations.graphs + sampler_bytes + num_kinds * GRAPH_OVERHEAD_BYTES
-        )
+        model_bytes = activations.step + activations.graphs + sampler_bytes
+        memory = self.decoder.adapter_memory
+        if memory is None:
+            return model_bytes + GRAPH_OVERHEAD_BYTES
+        # Steps with adapters have graphs of their own.
+        adapter_bytes = memory.step_bytes(self.plan.max_num_batched_tokens)
+        return model_bytes + adapter_bytes + 2 * GRAPH_OVERHEAD_BYTES
 
     def _captured_tokens(self) -> int:
         """Positions of the largest CUDA graph."""
