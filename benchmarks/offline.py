@@ -384,15 +384,17 @@ def run_workload(llm: Any, workload: OfflineWorkload) -> RunResult:
     return RunResult(seconds, num_tokens, idle_share)
 
 
-def time_decode_steps(llm: Any, batch: int, prompt_len: int, num_steps: int) -> RunResult:
-    """Time decode steps of a batch whose prompts are computed."""
+def time_decode_steps(
+    llm: Any, batch: int, prompt_len: int, num_steps: int, profile: bool = False
+) -> RunResult:
+    """Time decode steps of a batch whose prompts are computed; `profile`: and print kernels."""
     from bloomery.messages import StepTiming
     from bloomery.tools.profile import start_batch, stop_batch
 
     loop = llm.loop
     # Sequences decode while the prompts of others are computed, and must not end meanwhile.
     num_prefill_steps = -(-batch * prompt_len // llm.capacity.max_num_batched_tokens) + batch
-    output_len = num_prefill_steps + 2 * num_steps
+    output_len = num_prefill_steps + 3 * num_steps
     request_ids = start_batch(loop, llm.capacity, batch, prompt_len, output_len)
     for _ in range(num_steps // 4):  # the steps in flight
         loop.step()
@@ -401,6 +403,8 @@ def time_decode_steps(llm: Any, batch: int, prompt_len: int, num_steps: int) -> 
     num_tokens = sum(len(output.ids) for _ in range(num_steps) for output in loop.step())
     seconds = time.time() - start
     timing = loop.timing
+    if profile:
+        print_kernels(lambda: [loop.step() for _ in range(num_steps)])
     stop_batch(loop, request_ids)
     return RunResult(seconds, num_tokens, timing.idle / max(timing.idle + timing.device, 1e-9))
 
@@ -473,7 +477,7 @@ def main() -> None:
         work: Callable[[], RunResult]
         if kind == "decode":
             batch, prompt_len, num_steps = map(int, numbers)
-            work = partial(time_decode_steps, llm, batch, prompt_len, num_steps)
+            work = partial(time_decode_steps, llm, batch, prompt_len, num_steps, args.profile)
             middle = prompt_len + num_steps // 2
             floor_seconds = num_steps * floor.decode_seconds([middle] * batch)
         else:
@@ -496,7 +500,7 @@ def main() -> None:
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
         print(json.dumps(row), flush=True)
-        if args.profile:
+        if args.profile and kind != "decode":
             print_kernels(work)
 
 
