@@ -293,7 +293,7 @@ def scan_mamba2_kernel(
         state = tl.arange(0, STATE_BLOCK)
         is_head = index < HEAD_DIM
         is_state = state < STATE_SIZE
-        tile = is_head[:, None] & is_state[None, :]
+        tile = is_state[:, None] & is_head[None, :]  # transposed, as the products take it
         state_row = load_state_rows(
             state_blocks + sequence * blocks_stride,
             head * HEAD_DIM + index,
@@ -302,8 +302,8 @@ def scan_mamba2_kernel(
             block_stride,
             is_head,
         )
-        pointers = memory + state_row[:, None] + state[None, :]
-        continues = state * 0 + seq_len > end - begin
+        pointers = memory + state_row[None, :] + state[:, None]
+        continues = index * 0 + seq_len > end - begin
         scan = tl.load(pointers, mask=tile & continues[None, :], other=0.0)
         place = tl.arange(0, CHUNK)
         below = place[:, None] >= place[None, :]
@@ -329,13 +329,13 @@ def scan_mamba2_kernel(
             scores = tl.dot(c, tl.trans(b), input_precision=PRECISION)
             ratio = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
             scores = tl.where(below, scores * ratio * dt[None, :], 0.0)
-            y = tl.dot(c, tl.trans(scan.to(c.dtype)), input_precision=PRECISION)
+            y = tl.dot(c, scan.to(c.dtype), input_precision=PRECISION)
             y *= tl.exp(total)[:, None]
             y += tl.dot(scores.to(x.dtype), x, input_precision=PRECISION)
             wide = x.to(tl.float32)
             weighted = wide * (dt * tl.exp(final - total))[:, None]
             scan = scan * tl.exp(final)
-            scan += tl.dot(tl.trans(weighted.to(b.dtype)), b, input_precision=PRECISION)
+            scan += tl.dot(tl.trans(b), weighted.to(b.dtype), input_precision=PRECISION)
             y += head_skip * wide
             result = out + token[:, None] * INNER + head * HEAD_DIM + index[None, :]
             tl.store(result, y.to(out.dtype.element_ty), mask=head_tile)
