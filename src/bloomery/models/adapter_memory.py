@@ -188,9 +188,10 @@ class AdapterMemory:
 
     def step_bytes(self, num_tokens: int) -> int:
         """The bytes that the adapters of a step of that many tokens take besides the base model."""
-        shapes = [target.adapters.shapes(self.padded_rank) for target in self.targets]
-        most_outputs = max(prod(bias) for _, _, bias in shapes)
-        width = max(a[-2] for a, _, _ in shapes)
+        # The head has the most outputs, but it runs for the last tokens of sequences only.
+        inner = [target.adapters for target in self.targets if target.prefix]
+        most_outputs = max((len(adapters.row_parts) for adapters in inner), default=0)
+        width = max((adapters.num_parts for adapters in inner), default=0) * self.padded_rank
         return num_tokens * (most_outputs * self.dtype.itemsize + MAX_SPLITS * width * 4)
 
     def check_table_memory(self, target: TableTarget) -> str | None:
