@@ -6,6 +6,7 @@ adapter or none: they must be those that the request gets from PEFT alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,38 @@ def test_adapters_of_quantized_weights_equal_peft(quantize: str, tmp_path: Path)
         expected = adapted(torch.tensor([tokens])).logits[0]
     actual = adapter_logits(loaded, tmp_path / "adapter", tokens)
     assert (actual - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sixteen_adapters_in_one_batch_give_what_each_gives_alone(
+    deterministic: bool, tmp_path: Path
+) -> None:
+    """And so does a request without an adapter among them."""
+    model = make_model("llama", tmp_path / "model")
+    folders: list[Path | None] = [None]
+    for seed in range(16):
+        folder = tmp_path / f"adapter{seed}"
+        model = save_adapter(model, folder, ["q_proj", "o_proj", "up_proj"], seed=seed).unload()
+        folders.append(folder)
+    plan = build_plan(
+        tmp_path / "model",
+        64,
+        cpu_kernels=True,
+        max_num_seqs=17,
+        max_loras=16,
+        deterministic=deterministic,
+        **OPTIONS,
+    )
+    loop = build_adapter_loop(plan)
+    requests = [
+        adapted_request(str(i), random_tokens(6, seed=i), 4, folder)
+        for i, folder in enumerate(folders)
+    ]
+    together = run_requests(loop, requests)
+    distinct = set()
+    for request in requests:
+        alone = run_requests(loop, [replace(request, id=f"alone {request.id}")])
+        tokens = output_token_ids(alone[f"alone {request.id}"])
+        assert output_token_ids(together[request.id]) == tokens
+        distinct.add(tuple(tokens))
+    assert len(distinct) > 8, "the adapters have no effect"
