@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -403,10 +403,12 @@ def compare(rows: list[str], rounds: int, threads: int, kinds: list[str]) -> Non
 # ---- agreement -----------------------------------------------------------------------------------
 
 
-def capture_logprobs(logprobs: list, logits: object, *_: object) -> list:
-    """Replaces the sampler's prompt_logprobs: keeps all log-probabilities, returns none."""
+def capture_logprobs(
+    logprobs: list, score_tokens: Callable, logits: object, *arguments: object
+) -> object:
+    """Stands before the sampler's score_tokens and keeps all log-probabilities."""
     logprobs.append(logits.log_softmax(-1))
-    return []
+    return score_tokens(logits, *arguments)
 
 
 def measure_agreement(num_texts: int) -> None:
@@ -438,7 +440,8 @@ def measure_agreement(num_texts: int) -> None:
         )
         worker = llm.loop.executor.worker
         captured: list[torch.Tensor] = []
-        worker.sampler.prompt_logprobs = partial(capture_logprobs, captured)
+        score_tokens = worker.sampler.score_tokens
+        worker.sampler.score_tokens = partial(capture_logprobs, captured, score_tokens)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         prompts = [{"prompt_token_ids": entry["prompt_ids"] + entry["ids"]} for entry in golden]
         llm.generate(prompts, params, use_tqdm=False)
