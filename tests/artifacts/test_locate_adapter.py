@@ -92,6 +92,7 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
         assert allow_list.find_source(name) is None, name
     assert allow_list.find_source("org/any") == "org/any"
     assert allow_list.find_source("other/one@v1") == "other/one@v1"
+    assert allow_list.find_source("org/any:q4/poet.gguf") == "org/any:q4/poet.gguf"
     assert allow_list.find_source("other/two") is None
     assert allow_list.allows(str(inside)) and allow_list.allows("org/any")
     assert not allow_list.allows(str(outside)) and not allow_list.allows("other/two")
@@ -99,3 +100,12 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
     assert not AdapterAllowList()
     with pytest.raises(ConfigError, match="there is no folder"):
         AdapterAllowList([str(tmp_path / "missing")])
+
+
+@pytest.mark.parametrize(
+    "end", [":/etc/poet.gguf", ":../poet.gguf", ":a/../../poet.gguf", "@../v1"]
+)
+def test_a_hub_id_does_not_lead_out_of_its_repository(end: str) -> None:
+    assert AdapterAllowList(["org/*"]).find_source(f"org/any{end}") is None
+    with pytest.raises(ModelNotFound, match="no such folder or file"):
+        locate_adapter(f"org/any{end}")

@@ -15,7 +15,8 @@ from bloomery.artifacts.files import check_readable
 from bloomery.errors import ConfigError, ModelNotFound
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(@[\w./-]+)?(:[\w./ -]+)?")
+# A revision or a file that began with / or had .. in it could lead out of the Hub's cache.
+ADAPTER_HUB_ID = re.compile(r"(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(@\w[\w./-]*)?(:\w[\w./ -]*)?")
 DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
 
 
