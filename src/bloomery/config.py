@@ -757,12 +757,6 @@ def resolve_plan(
             f"max_model_len {config.max_model_len} is more than the {context} positions that "
             f"{name} supports; ask for at most {context}"
         )
-    max_cpu_loras = config.max_cpu_loras or max(DEFAULT_MAX_CPU_LORAS, config.max_loras)
-    if max_cpu_loras < config.max_loras:
-        raise ConfigError(
-            f"max_cpu_loras {max_cpu_loras} is less than max_loras {config.max_loras}, but an "
-            "adapter on the device is in host memory, too: raise max_cpu_loras or lower max_loras"
-        )
     if config.dtype != "auto":
         dtype = config.dtype
     elif cpu:
@@ -805,8 +799,19 @@ def resolve_plan(
         enable_lora=config.enable_lora,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
-        max_cpu_loras=max_cpu_loras,
+        max_cpu_loras=resolve_max_cpu_loras(config),
     )
+
+
+def resolve_max_cpu_loras(config: EngineConfig) -> int:
+    """Return how many adapters host memory holds, which are at least those on the device."""
+    max_cpu_loras = config.max_cpu_loras or max(DEFAULT_MAX_CPU_LORAS, config.max_loras)
+    if max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras {max_cpu_loras} is less than max_loras {config.max_loras}, but an "
+            "adapter on the device is in host memory, too: raise max_cpu_loras or lower max_loras"
+        )
+    return max_cpu_loras
 
 
 def _to_seconds(milliseconds: float | None) -> float | None:

@@ -10,13 +10,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def run_in_background(load: Callable[[], T]) -> Future[T]:
+def run_in_background(function: Callable[[], T]) -> Future[T]:
     """Run a function on a thread that does not keep the process alive."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(load())
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 

@@ -4,8 +4,8 @@ Sequences are cut into pages. In each cache group (cache_groups.py) a page has i
 are taken, published and given back together (PageBlocks). All groups take blocks from one pool.
 
 The prefix cache finds a page by its digest, which covers all tokens up to the page's end, the cache
-salt, and the LoRA adapter with the version of its weights. The digest is cryptographic, so no
-client can construct two prefixes that share one.
+salt, and the LoRA adapter with the version of its weights (engine/page_digests.py).
+
 Each group has its own pages, because they are given back at different times. A sequence can resume
 at the end of a page where every group can: a group that keeps all positions needs every page before
 it, and a window group needs the pages that the next position reads.

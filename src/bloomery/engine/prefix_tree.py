@@ -6,7 +6,7 @@ ended there, and nothing follows it. A node with a checkpoint also owns the bloc
 state, that at the node's end.
 
 The tree knows which sequences run behind a node, because their pages must stay. It does not decide
-what is kept: engine/state_pool.py does, with the values that engine/checkpoints.py computes.
+what is kept: engine/prefix_cache.py does, with the values that engine/checkpoints.py computes.
 """
 
 from __future__ import annotations
