@@ -205,14 +205,13 @@ def plan_cache_groups(
     model = replace(model, layers=tuple(layers))
     kinds, equal_heads = divide_attention(model.attentions, page_size, tp, scaled)
     windows = [kind.window for kind in kinds]
-    layer_groups = tuple(
-        None
-        if layer.attention is None
-        else windows.index(layer.attention.window)
-        if len(kinds) > 1
-        else 0
-        for layer in model.layers
-    )
+
+    def find_group(attention: AttentionSpec | None) -> int | None:
+        if attention is None:
+            return None
+        return windows.index(attention.window) if len(kinds) > 1 else 0
+
+    layer_groups = tuple(find_group(layer.attention) for layer in model.layers)
     states = plan_states(model, page_size, tp, value_bytes)
     if states is None and len(kinds) == 1:
         return single_group(model)

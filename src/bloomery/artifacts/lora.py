@@ -1,4 +1,4 @@
-"""Finds and checks the files of a LoRA adapter: adapter_config.json of PEFT, or a GGUF header.
+"""Checks the files of a LoRA adapter: adapter_config.json of PEFT, or a GGUF header.
 
 Nothing here reads a tensor or knows a model. An adapter is untrusted: what this module does not
 support is refused, with the file and the remedy, and never ignored.
@@ -90,8 +90,11 @@ def find_pattern(patterns: Mapping[str, Number], module: str, default: Number) -
     return default
 
 
-def locate_adapter(path: str) -> Path:
-    """Return the adapter's folder or GGUF file; pickle files and other folders are refused."""
+def check_adapter_files(path: str) -> Path:
+    """Return the adapter's folder or GGUF file; pickle files and other folders are refused.
+
+    artifacts/locate_adapter.py has found it. Its files may have changed since.
+    """
     location = Path(path).expanduser()
     if location.suffix == ".gguf" and location.is_file():
         return location

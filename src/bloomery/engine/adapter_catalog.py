@@ -87,6 +87,7 @@ def adapter_name_of(engine_name: str) -> str:
 
 
 def check_adapter_name(name: Any, field: str = "lora_name") -> None:
+    """Raise InvalidRequest for what cannot be the name of an adapter."""
     is_valid = isinstance(name, str) and name.isprintable() and VERSION_MARK not in name
     if not is_valid or not 0 < len(name) <= MAX_NAME_CHARACTERS:
         raise InvalidRequest(
@@ -116,6 +117,7 @@ def parse_lora_modules(text: str, option: str = "lora_modules") -> list[tuple[st
 
 
 def _iterate_modules(text: str, option: str) -> Iterator[tuple[str, str]]:
+    """Yield the entries as (name, source), unchecked."""
     decoder = json.JSONDecoder()
     position = 0
     while position < len(text):

@@ -114,6 +114,7 @@ class AdapterStore:
         return self._use_place(place, use)
 
     def _use_place(self, place: AdapterSlot, use: AdapterUse) -> bool:
+        """Use a place in host memory. Returns False if the adapter must be read into it first."""
         must_load = self.places.use(place, use.name, use.id)
         if must_load:
             adapter = HostAdapter(use.name, use.path)
@@ -246,6 +247,7 @@ class AdapterStore:
         self.load = AdapterLoad(adapter, info, version)
 
     def _finish_load(self, load: AdapterLoad, events: AdapterEvents) -> None:
+        """Note what a load that has ended means for those who wait for the adapter."""
         adapter = load.adapter
         uses = list(adapter.waiting.values())
         adapter.waiting.clear()

@@ -24,7 +24,7 @@ from bloomery.artifacts import safetensors
 from bloomery.artifacts.lora import (
     WEIGHTS_FILE,
     AdapterConfig,
-    locate_adapter,
+    check_adapter_files,
     read_adapter_config,
     read_gguf_adapter,
     refuse,
@@ -104,7 +104,7 @@ class AdapterReader:
     def read(self, path: str) -> ConvertedAdapter:
         """Read an adapter into host memory; raises InvalidRequest if it cannot be used."""
         try:
-            location = locate_adapter(path)
+            location = check_adapter_files(path)
             return AdapterConversion(self, location).convert()
         except (CheckpointError, OSError) as error:
             raise InvalidRequest(str(error), "model") from None

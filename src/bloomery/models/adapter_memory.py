@@ -2,8 +2,8 @@
 
 While a model is loaded, every linear layer is registered as a target that adapters may change. Then
 the memory of all slots is allocated at once. The matrices of a slot lie together, so that an
-adapter comes from host memory in a single copy. A target also says what the layer is called in
-checkpoints, which is how adapter_files.py finds its matrices.
+adapter comes from host memory as a whole and not layer by layer. A target also says what the layer
+is called in checkpoints, which is how adapter_files.py finds its matrices.
 """
 
 from __future__ import annotations

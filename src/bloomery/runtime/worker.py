@@ -41,6 +41,7 @@ from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import DeviceMesh
+from bloomery.roofline import Roofline
 from bloomery.runtime.activation_memory import LOGITS_CHUNK, measure_activation_memory
 from bloomery.runtime.batch_invariant import find_batch_invariant_tile
 from bloomery.runtime.device import check_device
@@ -158,17 +159,7 @@ class Worker:
         self.runner = self._build_runner()
         self.cpu_traced = False  # decode steps are replayed from CPU traces
         trace_note = self._trace_decode_steps()
-        num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
-        self.roofline = build_roofline(
-            self.decoder.full_spec,
-            detect_hardware(self.device.type),
-            loaded.weight_bytes * num_ranks,
-            self.dtype,
-            self.kv_cache_dtype,
-            plan.tensor_parallel_size,
-            plan.pipeline_parallel_size,
-            loaded.expert_bytes * num_ranks,
-        )
+        self.roofline = self._build_roofline(loaded)
         notes = (*loaded.notes, cache_size.note, trace_note)
         self.capacity = self._report_capacity(loaded, cache_size, notes)
         self.meter: StepMeter | None = StepMeter(self.roofline, self.device)
@@ -374,6 +365,21 @@ class Worker:
         if refusal is not None:
             return f"decode steps are not traced but run operation by operation: {refusal}"
         return None
+
+    def _build_roofline(self, loaded: LoadedModel) -> Roofline:
+        """What the hardware allows for a step of all ranks."""
+        plan = self.plan
+        num_ranks = plan.tensor_parallel_size * plan.pipeline_parallel_size
+        return build_roofline(
+            self.decoder.full_spec,
+            detect_hardware(self.device.type),
+            loaded.weight_bytes * num_ranks,
+            self.dtype,
+            self.kv_cache_dtype,
+            plan.tensor_parallel_size,
+            plan.pipeline_parallel_size,
+            loaded.expert_bytes * num_ranks,
+        )
 
     def _report_capacity(
         self, loaded: LoadedModel, cache_size: KvCacheSize, notes: Sequence[str | None]

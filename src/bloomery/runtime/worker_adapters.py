@@ -1,7 +1,7 @@
 """The LoRA adapters in a rank's host memory, and the thread that reads them.
 
-Steps go on while an adapter is read and converted. A device slot gets its adapter from here, in one
-copy that is queued before the step that needs it.
+Steps go on while an adapter is read and converted. A device slot gets its adapter from here, by
+copies that are queued before the step that needs it.
 """
 
 from __future__ import annotations

@@ -243,6 +243,7 @@ class ServedAdapters:
         return adapter
 
     def _check_may_load(self) -> None:
+        """Raise 403 if clients may not load and unload adapters here."""
         if not self.settings.enabled:
             raise HttpError(403, LORA_OFF, "lora_disabled")
         if not self.has_keys:
