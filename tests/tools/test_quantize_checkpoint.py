@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from bloomery.artifacts.locate import locate_model
-from bloomery.errors import ConfigError
+from bloomery.errors import ConfigError, UnsupportedModel
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.tools.quantize_checkpoint import QuantizeOptions, quantize_checkpoint
 from tests.parity.cases import CASES, make_checkpoint
@@ -125,6 +125,17 @@ def test_quantized_families_have_nearly_the_same_logits(family: str, tmp_path: P
         actual = decoder_logits(quantized.decoder, PROMPT, 32)
         assert (actual - expected).norm() < 0.05 * expected.norm()
         assert quantized.weight_bytes < unquantized.weight_bytes
+
+
+def test_gptq_refuses_recurrent_layers_before_any_work_and_int8_takes_them(tmp_path: Path) -> None:
+    origin = tmp_path / "model"
+    make_checkpoint(next(case for case in CASES if case.name == "lfm2"), origin)
+    out = tmp_path / "out"
+    with pytest.raises(UnsupportedModel, match="choose another --format"):
+        convert(origin, out, QuantizeOptions("gptq"))
+    assert not out.exists()
+    convert(origin, out, QuantizeOptions("int8"))
+    assert len(generate(out)) == NUM_GENERATED
 
 
 def test_a_folder_with_other_files_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ def quantize_checkpoint(
     per layer, and one for all other tensors.
     """
     model_info = describe_model(artifact)
+    if options.format == "gptq":
+        check_can_calibrate(model_info.model)
     source = FileSource.safetensors(artifact.path)
     names = resolve_tensor_names(model_info, source)
     quantizer = LayerQuantizer(
@@ -124,6 +126,15 @@ def quantize_checkpoint(
     )
     finish_folder(artifact.path, out, shards, quantization_config)
     advance()
+
+
+def check_can_calibrate(model: ModelSpec) -> None:
+    """Refuse models through which samples cannot run layer by layer."""
+    if len(model.attentions) < len(model.layers) or model.recurrents:
+        raise UnsupportedModel(
+            "config.json: gptq needs attention in every layer, and no recurrent layers; choose "
+            "another --format, or quantize when the model is loaded (--quantization int4)"
+        )
 
 
 def check_shapes(options: QuantizeOptions, linears: Sequence[LinearSpec]) -> None:
@@ -409,11 +420,7 @@ class LayerQuantizer:
             self.device,
         )
         attention = decoder.spec.layers[0].attention
-        if attention is None or decoder.spec.recurrents:
-            raise UnsupportedModel(
-                "config.json: weights of recurrent layers cannot be calibrated; quantize when the "
-                "model is loaded instead (--quantization int8)"
-            )
+        assert attention is not None and not decoder.spec.recurrents, "see check_can_calibrate"
         shape = kv_cache_shape(attention, num_blocks, KV_BLOCK_SIZE)
         kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
         backend = select_backend([attention], self.dtype, self.device)
