@@ -22,7 +22,6 @@ from bloomery.kernels.lora import (
     lora_lookup_triton,
     lora_shrink_reference,
     lora_shrink_triton,
-    split_fused_shrink,
 )
 from bloomery.kernels.norm import norm_triton, rms_norm_reference
 from bloomery.kernels.rope_cache import (
@@ -169,12 +168,12 @@ def test_an_adapter_fused_with_the_product_equals_reference(
     added = torch.zeros(1, outputs)
     lora_expand_reference(lora_shrink_reference(normed, matrices, rows), matrices, rows, added)
     expected = fused_linear_reference(x, weight, bias + added[0], norm, epilogue)
-    workspace = torch.zeros((FUSED_SHRINKS + 1) * 16)
+    workspace = torch.full(((FUSED_SHRINKS + 1) * 16,), float("nan"))
     counter = torch.zeros(1, dtype=torch.int32)
     lora = FusedLora(matrices, rows.slots, counter, workspace)
     actual = gemv_triton(x, weight, bias, norm, epilogue, lora=lora)
     check_close(actual, expected, torch.float32)
-    assert int(counter) == split_fused_shrink(16)[0] + 1
+    assert int(counter) == FUSED_SHRINKS + 1
 
 
 def test_kernels_after_a_product_add_its_second_part() -> None:

@@ -52,13 +52,10 @@ from bloomery.kernels.launch import (
     wait_for_previous,
 )
 from bloomery.kernels.lora import (
-    SHRUNK_ROWS,
+    FUSED_SHRINKS,
     FusedLora,
-    is_shrunk,
-    load_fused_b,
-    load_shrunk,
+    expand_fused,
     shrink_fused,
-    split_fused_shrink,
     wait_for_shrink,
 )
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
@@ -263,11 +260,8 @@ def gemv_triton(
         norm_shift = precompute_norm_shift(weight, norm)
     optional = (expert_ids, input_weights, bias, norm.weight, norm_shift)
     args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
-    lora_sizes = lora_constants(lora, tiling.warps)
-    grid = (
-        lora_sizes["SHRINKS"] + -(-num_outputs // tiling.outputs),
-        num_results if num_experts else 1,
-    )
+    shrinks = 0 if lora is None else FUSED_SHRINKS
+    grid = (shrinks + -(-num_outputs // tiling.outputs), num_results if num_experts else 1)
     gemv_kernel[grid](
         x,
         weight,
@@ -292,7 +286,7 @@ def gemv_triton(
         VECTOR=16 // weight.element_size(),
         BLOCK_OUT=tiling.outputs,
         BLOCK_K=tiling.block_k,
-        **lora_sizes,
+        **lora_constants(lora),
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )
@@ -319,35 +313,19 @@ def lora_arguments(lora: FusedLora | None, x: torch.Tensor) -> tuple[torch.Tenso
     )
 
 
-def lora_constants(lora: FusedLora | None, warps: int) -> dict[str, int]:
+def lora_constants(lora: FusedLora | None) -> dict[str, int]:
     """Return the sizes of an adapter that is fused; the number of shrinks is 0 without one."""
     if lora is None:
-        sizes = (0, 1, 1, 1, 1, 1, 1, 1)
-    else:
-        width = lora.matrices.a.shape[2]
-        rank = lora.matrices.b.shape[3]
-        shrinks, splits = split_fused_shrink(width)
-        sizes = (
-            shrinks,
-            splits,
-            SHRUNK_ROWS,
-            64 * warps,
-            width,
-            next_power_of_2(width),
-            rank,
-            next_power_of_2(rank),
-        )
-    names = (
-        "SHRINKS",
-        "LORA_SPLITS",
-        "LORA_ROWS",
-        "LORA_COLUMNS",
-        "LORA_WIDTH",
-        "LORA_WIDTH_POW2",
-        "RANK",
-        "RANK_POW2",
-    )
-    return dict(zip(names, sizes, strict=True))
+        return {"SHRINKS": 0, "LORA_WIDTH": 1, "LORA_WIDTH_POW2": 1, "RANK": 1, "RANK_POW2": 1}
+    width = lora.matrices.a.shape[2]
+    rank = lora.matrices.b.shape[3]
+    return {
+        "SHRINKS": FUSED_SHRINKS,
+        "LORA_WIDTH": width,
+        "LORA_WIDTH_POW2": next_power_of_2(width),
+        "RANK": rank,
+        "RANK_POW2": next_power_of_2(rank),
+    }
 
 
 def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Tensor:
@@ -492,9 +470,6 @@ def gemv_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SHRINKS: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
-    LORA_ROWS: tl.constexpr,
-    LORA_COLUMNS: tl.constexpr,
     LORA_WIDTH: tl.constexpr,
     LORA_WIDTH_POW2: tl.constexpr,
     RANK: tl.constexpr,
@@ -528,9 +503,7 @@ def gemv_kernel(
                 LORA_WIDTH,
                 LORA_WIDTH_POW2,
                 SHRINKS,
-                LORA_SPLITS,
-                LORA_ROWS,
-                LORA_COLUMNS,
+                128,
                 HAS_NORM_WEIGHT,
                 PDL,
             )
@@ -557,40 +530,8 @@ def gemv_kernel(
     next_second = next_first
     if PAIRED:
         next_second = load_tile(second_ptr, 0, k, COLUMNS, BLOCK_K, "evict_first")
-    first_bias = tl.zeros([BLOCK_OUT], tl.float32)
-    second_bias = first_bias
-    if SHRINKS > 0:
-        first_b, first_column, first_bias = load_fused_b(
-            first_row,
-            lora_b,
-            lora_parts,
-            lora_bias,
-            lora_slots,
-            lora_b_stride,
-            lora_bias_stride,
-            RANK,
-            RANK_POW2,
-        )
-        if PAIRED:
-            second_b, second_column, second_bias = load_fused_b(
-                second_row,
-                lora_b,
-                lora_parts,
-                lora_bias,
-                lora_slots,
-                lora_b_stride,
-                lora_bias_stride,
-                RANK,
-                RANK_POW2,
-            )
     if NUM_EXPERTS == 0:
         wait_for_previous(PDL)
-    if SHRINKS > 0:
-        # All but the first programs find the row complete, while their first weights arrive.
-        was_shrunk = is_shrunk(lora_counter, SHRINKS)
-        first_low = load_shrunk(lora_workspace, first_column, LORA_WIDTH, LORA_SPLITS)
-        if PAIRED:
-            second_low = load_shrunk(lora_workspace, second_column, LORA_WIDTH, LORA_SPLITS)
     y = tl.zeros([TOKENS_POW2, BLOCK_OUT, BLOCK_K // VECTOR], tl.float32)
     y_pair = y
     square_sum = tl.zeros([TOKENS_POW2, 1, BLOCK_K // VECTOR], tl.float32)
@@ -616,15 +557,41 @@ def gemv_kernel(
             y_pair += sum_within_thread(second * v, TOKENS_POW2, BLOCK_OUT, BLOCK_K, VECTOR)
     y = tl.sum(y, 2)
     y_pair = tl.sum(y_pair, 2)
+    first_bias = tl.zeros([BLOCK_OUT], tl.float32)
+    second_bias = first_bias
     if SHRINKS > 0:
-        if not was_shrunk:
-            wait_for_shrink(lora_counter, SHRINKS)
-            first_low = load_shrunk(lora_workspace, first_column, LORA_WIDTH, LORA_SPLITS)
-            if PAIRED:
-                second_low = load_shrunk(lora_workspace, second_column, LORA_WIDTH, LORA_SPLITS)
-        y += tl.sum(first_b.to(tl.float32) * first_low, 1)[None, :]
+        wait_for_shrink(lora_counter, SHRINKS)
+        first_part, first_bias = expand_fused(
+            first_row,
+            lora_b,
+            lora_parts,
+            lora_bias,
+            lora_slots,
+            lora_workspace,
+            lora_b_stride,
+            lora_bias_stride,
+            LORA_WIDTH,
+            RANK,
+            RANK_POW2,
+            SHRINKS,
+        )
+        y += first_part[None, :]
         if PAIRED:
-            y_pair += tl.sum(second_b.to(tl.float32) * second_low, 1)[None, :]
+            second_part, second_bias = expand_fused(
+                second_row,
+                lora_b,
+                lora_parts,
+                lora_bias,
+                lora_slots,
+                lora_workspace,
+                lora_b_stride,
+                lora_bias_stride,
+                LORA_WIDTH,
+                RANK,
+                RANK_POW2,
+                SHRINKS,
+            )
+            y_pair += second_part[None, :]
     if NORM == "rms":
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
         y = y * inverse_rms

@@ -38,7 +38,7 @@ from bloomery.native.thread_pool import ThreadPool
 MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
 MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
-FUSED_SHRINKS = 32  # programs of a fused kernel that shrink, at most
+FUSED_SHRINKS = 32  # programs of a fused kernel that shrink
 OVERLAPS_PRODUCTS = False  # multiply by adapters and by the base weights at the same time
 
 
@@ -104,7 +104,7 @@ class FusedLora(NamedTuple):
     matrices: LoraMatrices
     slots: torch.Tensor  # [1] int32
     counter: torch.Tensor  # [1] int32
-    workspace: torch.Tensor  # float32, zeros at first: at least [FUSED_SHRINKS + 1, parts * rank]
+    workspace: torch.Tensor  # float32: at least [FUSED_SHRINKS + 1, parts * rank]
 
 
 class LoraRows(NamedTuple):
@@ -799,15 +799,6 @@ def uses(active: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 # ---- one row: fused with the base product --------------------------------------------------------
 
-SHRUNK_ROWS = 8  # rows of A that a program multiplies
-
-
-def split_fused_shrink(width: int) -> tuple[int, int]:
-    """Return how many programs shrink a row, and among how many the columns of A are divided."""
-    row_blocks = -(-width // SHRUNK_ROWS)
-    splits = max(1, FUSED_SHRINKS // row_blocks)
-    return row_blocks * splits, splits
-
 
 @jit
 def shrink_fused(
@@ -816,34 +807,29 @@ def shrink_fused(
     a,  # [slots, WIDTH, COLUMNS]
     slots,  # [1]
     counter,  # [1]
-    workspace,  # [SPLITS + 1, WIDTH]: the sums of parts of the columns, then the sums of all
+    workspace,  # [SHRINKS + 1, WIDTH]: the sums of each program, then the sums of all
     slot_stride,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_POW2: tl.constexpr,
     SHRINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     HAS_NORM_WEIGHT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply BLOCK_ROWS rows of A, in a part of the columns; the last program adds up all parts.
+    """Multiply the columns of one of the SHRINKS programs; the last one adds up all of them.
 
-    x is multiplied by the norm's weight, but not yet by its scale. The tiles are small, because the
-    registers of this program are as many as those of the programs with base weights.
+    x is multiplied by the norm's weight, but not yet by its scale.
     """
     program = tl.program_id(0)
     slot = tl.load(slots).to(tl.int64)
     used_width = tl.where(slot >= 0, WIDTH, 0)
-    split = program % SPLITS
-    j = program // SPLITS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    j = tl.arange(0, WIDTH_POW2)
     k = tl.arange(0, BLOCK_IN)
-    PER_PROGRAM: tl.constexpr = (COLUMNS + SPLITS * BLOCK_IN - 1) // (SPLITS * BLOCK_IN)
-    first = split * (PER_PROGRAM * BLOCK_IN)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    wait_for_previous(PDL)
-    for block in range(PER_PROGRAM):
+    PER_PROGRAM: tl.constexpr = (COLUMNS + SHRINKS * BLOCK_IN - 1) // (SHRINKS * BLOCK_IN)
+    first = program * (PER_PROGRAM * BLOCK_IN)
+    total = tl.zeros([WIDTH_POW2], tl.float32)
+    for block in tl.static_range(PER_PROGRAM):
         column = first + block * BLOCK_IN + k
         is_column = column < COLUMNS
         tile = tl.load(
@@ -851,29 +837,24 @@ def shrink_fused(
             mask=(j < used_width)[:, None] & is_column[None, :],
             other=0.0,
         )
+        if block == 0:
+            wait_for_previous(PDL)
         v = tl.load(x + column, mask=is_column, other=0.0).to(tl.float32)
         if HAS_NORM_WEIGHT:
             v *= tl.load(norm_weight + column, mask=is_column, other=0.0)
         total += tl.sum(tile.to(tl.float32) * v[None, :], 1)
-    tl.store(workspace + split * WIDTH + j, total, mask=j < WIDTH)
+    tl.store(workspace + program * WIDTH + j, total, mask=j < WIDTH)
     tl.debug_barrier()  # the stores of all threads come before the count
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
     if arrived == SHRINKS - 1:
-        all_j = tl.arange(0, WIDTH_POW2)
-        sums = tl.zeros([WIDTH_POW2], tl.float32)
-        for other in range(SPLITS):
-            sums += tl.load(
-                workspace + other * WIDTH + all_j, mask=all_j < WIDTH, other=0.0, volatile=True
+        total = tl.zeros([WIDTH_POW2], tl.float32)
+        for other in tl.static_range(SHRINKS):
+            total += tl.load(
+                workspace + other * WIDTH + j, mask=j < WIDTH, other=0.0, volatile=True
             )
-        tl.store(workspace + SPLITS * WIDTH + all_j, sums, mask=all_j < WIDTH)
+        tl.store(workspace + SHRINKS * WIDTH + j, total, mask=j < WIDTH)
         tl.debug_barrier()
         tl.atomic_add(counter, 1, sem="release")
-
-
-@jit
-def is_shrunk(counter, SHRINKS: tl.constexpr):
-    """Whether the shrunk row is complete."""
-    return tl.atomic_add(counter, 0, sem="acquire") > SHRINKS
 
 
 @jit
@@ -889,34 +870,27 @@ def wait_for_shrink(counter, SHRINKS: tl.constexpr):
 
 
 @jit
-def load_fused_b(
+def expand_fused(
     row,  # of B: [outputs]
     b,  # [slots, ROWS, RANK]
     parts,  # [ROWS]
     bias,  # [slots, ROWS]
     slots,  # [1]
+    workspace,
     slot_stride,
     bias_stride,
+    WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     RANK_POW2: tl.constexpr,
+    SHRINKS: tl.constexpr,
 ):
-    """Load what the expansion of some outputs needs besides the shrunk row.
-
-    Returns B, the columns of the shrunk row, and the adapter's bias. No kernel writes these, so
-    they may be loaded early.
-    """
+    """Return the adapter's part of some outputs and its bias there, before the norm's scale."""
     slot = tl.load(slots).to(tl.int64)
     r = tl.arange(0, RANK_POW2)
     mask = (r < tl.where(slot >= 0, RANK, 0))[None, :]
-    b_tile = tl.load(
-        b + slot * slot_stride + row[:, None] * RANK + r[None, :], mask=mask, other=0.0
-    )
-    column = tl.load(parts + row)[:, None] * RANK + tl.minimum(r, RANK - 1)[None, :]
+    b_ptr = b + slot * slot_stride + row[:, None] * RANK + r[None, :]
+    b_tile = tl.load(b_ptr, mask=mask, other=0.0)
+    column = tl.load(parts + row)[:, None] * RANK + r[None, :]
+    low = tl.load(workspace + SHRINKS * WIDTH + column, mask=mask, other=0.0, volatile=True)
     extra = tl.load(bias + tl.maximum(slot, 0) * bias_stride + row).to(tl.float32)
-    return b_tile, column, tl.where(slot >= 0, extra, 0.0)
-
-
-@jit
-def load_shrunk(workspace, column, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """Load the values of the complete shrunk row, past the caches that others do not see."""
-    return tl.load(workspace + SPLITS * WIDTH + column, volatile=True)
+    return tl.sum(b_tile.to(tl.float32) * low, 1), tl.where(slot >= 0, extra, 0.0)
