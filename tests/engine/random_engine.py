@@ -173,9 +173,9 @@ class CountingStatePool(StatePool):
             {
                 "checkpoints saved": checkpoints.num_saved,
                 "checkpoints evicted": checkpoints.num_evicted,
-                "pages inherited": self.cache.num_inherited,
+                "pages replaced": self.cache.num_replaced_pages,
                 "saves cancelled": self.cache.num_cancelled,
-                "anchors evicted": self.cache.num_anchors_evicted,
+                "resume nodes evicted": self.cache.num_resume_nodes_evicted,
             }
         )
 
@@ -372,18 +372,18 @@ def check_state_pool(pool: StatePool, sequences: Iterable[Sequence]) -> None:
     holders = [sequence for sequence in sequences if sequence.state]
     ref_counts: Counter[PageBlocks] = Counter()
     num_live: Counter[PrefixNode] = Counter()
-    num_anchors: Counter[PrefixNode] = Counter()
+    num_resuming: Counter[PrefixNode] = Counter()
     for sequence in holders:
         ref_counts.update(page for pages in sequence.pages for page in pages if page is not None)
         num_live.update(sequence.path)
-        num_anchors.update([sequence.anchor] if sequence.anchor is not None else [])
+        num_resuming.update([sequence.resume_node] if sequence.resume_node is not None else [])
     nodes = list(cache.tree)
     owned = [page for node in nodes for page in node.pages if page is not None]
     checkpoints = [node for node in nodes if node.checkpoint]
     for node in nodes:
         check_node(pool, node)
         assert node.num_live == num_live[node]
-        assert node.num_anchors == num_anchors[node]
+        assert node.num_resuming == num_resuming[node]
     assert all(page.ref_count == ref_counts[page] for page in {*owned, *ref_counts})
     assert set(cache.checkpoints.queue) == set(checkpoints)
     num_due = sum(len(sequence.due_checkpoints) for sequence in holders)

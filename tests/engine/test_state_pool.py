@@ -188,7 +188,7 @@ def test_the_eviction_of_a_new_checkpoint_cancels_its_copy() -> None:
     assert not pool.cache.due_saves
     destinations = [destination for _, destination in pool.take_copies()]
     assert not destinations and len(second.state) == 6
-    assert pool.cache.num_cancelled == pool.cache.num_anchors_evicted == 1
+    assert pool.cache.num_cancelled == pool.cache.num_resume_nodes_evicted == 1
     check_state_pool(pool, [first, second])
 
 

@@ -143,17 +143,18 @@ class CheckpointIndex:
             page = before
         return page.start, exclusive
 
-    def find_least_valuable(self, with_anchors: bool = False) -> PrefixNode | None:
+    def find_least_valuable(self, with_resume_nodes: bool = False) -> PrefixNode | None:
         """Return the checkpoint of the least value of some of the oldest.
 
-        `with_anchors`: also one at which a running sequence would resume after a preemption. What
-        is passed over for that goes to the recent end, so the next search does not meet it again.
+        `with_resume_nodes`: also one at which a running sequence would resume after a preemption.
+        What is passed over for that goes to the recent end, so the next search does not meet it
+        again.
         """
         candidates: list[PrefixNode] = []
         for _ in range(min(len(self.queue), 2 * MAX_CANDIDATES)):
             node = next(iter(self.queue))
             self.queue.move_to_end(node)
-            if with_anchors or not node.num_anchors:
+            if with_resume_nodes or not node.num_resuming:
                 candidates.append(node)
             if len(candidates) == MAX_CANDIDATES:
                 break

@@ -34,16 +34,16 @@ class PrefixNode:
     tails: dict[bytes, PrefixNode] = field(default_factory=dict)  # by digest
     num_live: int = 0  # running sequences whose prefix contains this page
     # By sequence id: the pages of sequences that have this page in blocks of their own.
-    twins: dict[int, list[list[PageBlocks | None]]] = field(default_factory=dict)
+    duplicates: dict[int, list[list[PageBlocks | None]]] = field(default_factory=dict)
     is_dropped: bool = False
     # By cache group: checkpoints that need this page's blocks of a window group.
-    num_shields: list[int] = field(default_factory=list)
+    num_window_users: list[int] = field(default_factory=list)
     # The fields below belong to the checkpoint at the node's end.
     checkpoint: tuple[int, ...] = ()  # its blocks; empty: there is none
     kind: CheckpointKind = "prompt"
     num_uses: int = 0
     last_use: float = 0.0
-    num_anchors: int = 0  # running sequences that would resume here if they were preempted
+    num_resuming: int = 0  # running sequences that would resume here if they were preempted
 
     @property
     def is_leaf(self) -> bool:

@@ -46,9 +46,9 @@ class PrefixCache:
         self.copies: list[tuple[int, int]] = []
         self.due_saves: dict[PrefixNode, BlockCopies] = {}
         self.new_saves: dict[PrefixNode, BlockCopies] = {}
-        self.num_inherited = 0  # pages that the tree took over from a running sequence
+        self.num_replaced_pages = 0  # pages that the tree took over from a running sequence
         self.num_cancelled = 0  # saves
-        self.num_anchors_evicted = 0
+        self.num_resume_nodes_evicted = 0
 
     # ---- copies ----------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class PrefixCache:
         self.checkpoints.add(node, kind)
         for index, group in self.windows:
             for page_node in self.visible_nodes(node, group):
-                page_node.num_shields[index] += 1
+                page_node.num_window_users[index] += 1
 
     def take_checkpoint(self, node: PrefixNode) -> tuple[int, ...]:
         """Take the checkpoint out of the tree; its blocks belong to the caller."""
@@ -108,7 +108,7 @@ class PrefixCache:
         self.checkpoints.remove(node)
         for index, group in self.windows:
             for page_node in self.visible_nodes(node, group):
-                page_node.num_shields[index] -= 1
+                page_node.num_window_users[index] -= 1
                 self.offer_window_page(page_node, index)
         self.offer(node)
         return blocks
@@ -133,7 +133,7 @@ class PrefixCache:
 
     def own_page(self, node: PrefixNode, index: int, page: PageBlocks) -> None:
         """Give a node the page of a cache group, instead of the one it has, which nobody holds."""
-        self.num_inherited += node.pages[index] is not None
+        self.num_replaced_pages += node.pages[index] is not None
         self.disown_page(node, index)
         node.pages[index] = page
         page.digest = node.digest
@@ -161,31 +161,33 @@ class PrefixCache:
 
     def _is_unused_window_page(self, node: PrefixNode, index: int) -> bool:
         page = node.pages[index]
-        return page is not None and page.ref_count == 0 and not node.num_shields[index]
+        return page is not None and page.ref_count == 0 and not node.num_window_users[index]
 
     # ---- eviction --------------------------------------------------------------------------------
 
     def take_blocks(self, count: int) -> tuple[int, ...]:
         """Take free blocks; evicts if there are too few. There must be enough to evict."""
         if len(self.free_blocks) < count and not self._make_room(count):
-            self._make_room(count, with_anchors=True)
+            self._make_room(count, with_resume_nodes=True)
         return tuple([self.free_blocks.pop() for _ in range(count)])
 
     def has_free_room(self, count: int) -> bool:
         """Whether so many blocks are free, or can be without evicting anything of worth."""
         return len(self.free_blocks) >= count or bool(self.useless)
 
-    def _make_room(self, count: int, max_value: float = inf, with_anchors: bool = False) -> bool:
+    def _make_room(
+        self, count: int, max_value: float = inf, with_resume_nodes: bool = False
+    ) -> bool:
         """Evict until `count` blocks are free. Only what is worth less than `max_value` goes."""
         while len(self.free_blocks) < count:
             if self._evict_useless():
                 continue
-            node = self.checkpoints.find_least_valuable(with_anchors)
+            node = self.checkpoints.find_least_valuable(with_resume_nodes)
             if node is None or (
                 max_value < inf and self.checkpoints.estimate_value(node) >= max_value
             ):
                 return False
-            self.num_anchors_evicted += node.num_anchors > 0
+            self.num_resume_nodes_evicted += node.num_resuming > 0
             self.checkpoints.num_evicted += 1
             self.free_blocks += self.take_checkpoint(node)
         return True

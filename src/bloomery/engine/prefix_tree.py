@@ -62,7 +62,7 @@ class PrefixTree:
     def _new_node(self, parent: PrefixNode, digest: bytes, end: int) -> PrefixNode:
         pages: list[PageBlocks | None] = [None] * self.num_groups
         node = PrefixNode(parent, digest, parent.end, end, pages)
-        node.num_shields = [0] * self.num_groups
+        node.num_window_users = [0] * self.num_groups
         return node
 
     def find_tails(self, node: PrefixNode, tokens: list[int], limit: int) -> list[PrefixNode]:

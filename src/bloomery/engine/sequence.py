@@ -61,7 +61,7 @@ class Sequence:
     # In a model with recurrent state, they belong to the block pool, too:
     state: tuple[int, ...] = ()  # the blocks of the live state, table after table
     path: list[PrefixNode] = field(default_factory=list)  # nodes of the published pages
-    anchor: PrefixNode | None = None  # where it would resume if it were preempted
+    resume_node: PrefixNode | None = None  # where it would resume if it were preempted
     # Positions at which a checkpoint is to be taken, the last one first. A chunk ends there.
     due_checkpoints: list[tuple[int, CheckpointKind]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # proposed next tokens, to be verified

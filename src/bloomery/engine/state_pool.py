@@ -242,7 +242,7 @@ class StatePool:
             source = () if node is None else node.checkpoint
             if node is not None:
                 self.cache.checkpoints.count_use(node)
-                self._set_anchor(sequence, node)
+                self._set_resume_node(sequence, node)
             sequence.state = self.cache.take_blocks(self.state_blocks)
             if source:
                 self.cache.copies += zip(source, sequence.state, strict=True)
@@ -253,7 +253,7 @@ class StatePool:
 
         It does if a copy would push out something that is worth more than this checkpoint will be.
         """
-        if node.num_anchors or self.cache.has_free_room(num_needed):
+        if node.num_resuming or self.cache.has_free_room(num_needed):
             return False
         checkpoints = self.cache.checkpoints
         worst = checkpoints.find_least_valuable()
@@ -262,13 +262,13 @@ class StatePool:
         value = checkpoints.estimate_value(node, node.num_uses + 1)
         return value < checkpoints.estimate_value(worst)
 
-    def _set_anchor(self, sequence: Sequence, node: PrefixNode | None) -> None:
+    def _set_resume_node(self, sequence: Sequence, node: PrefixNode | None) -> None:
         """Note where the sequence would resume if it were preempted."""
-        if sequence.anchor is not None:
-            sequence.anchor.num_anchors -= 1
-        sequence.anchor = node
+        if sequence.resume_node is not None:
+            sequence.resume_node.num_resuming -= 1
+        sequence.resume_node = node
         if node is not None:
-            node.num_anchors += 1
+            node.num_resuming += 1
 
     def free_passed_pages(self, sequence: Sequence, position: int) -> None:
         """Give back the window pages that no query from `position` on reads.
@@ -325,7 +325,7 @@ class StatePool:
             if known is None or known.ref_count == 0:
                 self.cache.own_page(node, index, page)
             elif group.window is None:
-                node.twins[sequence.id] = sequence.pages
+                node.duplicates[sequence.id] = sequence.pages
 
     def save_due_checkpoint(self, sequence: Sequence) -> None:
         """Save the state at the end of the chunk that was just scheduled, if that is due."""
@@ -339,13 +339,13 @@ class StatePool:
         assert node.end == position == sequence.num_computed
         if node.checkpoint or not self.cache.has_windows(node):
             return
-        num_tokens = position - self._anchor_position(sequence)
+        num_tokens = position - self._resume_position(sequence)
         if self.cache.save_checkpoint(node, kind, sequence.state, num_tokens):
-            self._set_anchor(sequence, node)
+            self._set_resume_node(sequence, node)
 
-    def _anchor_position(self, sequence: Sequence) -> int:
-        anchor = sequence.anchor
-        return anchor.end if anchor is not None and anchor.checkpoint else 0
+    def _resume_position(self, sequence: Sequence) -> int:
+        node = sequence.resume_node
+        return node.end if node is not None and node.checkpoint else 0
 
     # ---- the end of a sequence -------------------------------------------------------------------
 
@@ -368,9 +368,9 @@ class StatePool:
                     self._release_page(sequence, page, page_index)
         for node in reversed(sequence.path):
             node.num_live -= 1
-            node.twins.pop(sequence.id, None)
+            node.duplicates.pop(sequence.id, None)
             self.cache.offer(node)
-        self._set_anchor(sequence, None)
+        self._set_resume_node(sequence, None)
         self._expect_checkpoints(sequence, -1)
         sequence.due_checkpoints = []
         sequence.state = ()
@@ -386,7 +386,7 @@ class StatePool:
         nobody can use it.
         """
         position = sequence.num_computed
-        is_known = self._anchor_position(sequence) < position <= len(sequence.tokens)
+        is_known = self._resume_position(sequence) < position <= len(sequence.tokens)
         if not is_known or sequence.request.pooling is not None:
             return
         node = self._end_of_page(sequence, position // self.page_size)
@@ -431,12 +431,12 @@ class StatePool:
         if page_index >= len(sequence.path):
             return  # it has just become a tail
         node = sequence.path[page_index]
-        heirs = [pages for twin, pages in node.twins.items() if twin != sequence.id]
+        others = [pages for other, pages in node.duplicates.items() if other != sequence.id]
         if self.page_groups[page.group].window is not None:
             self.cache.offer_window_page(node, page.group)
-        elif heirs:
+        elif others:
             # Another sequence runs on with a copy, which the tree keeps instead.
-            own_page = heirs[0][page.group][page_index]
+            own_page = others[0][page.group][page_index]
             assert own_page is not None
             self.cache.own_page(node, page.group, own_page)
 
