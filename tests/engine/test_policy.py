@@ -335,3 +335,21 @@ def test_a_tenant_that_offers_twenty_times_as_much_hardly_delays_another() -> No
     # The greedy tenant uses most of the rows' time; the modest one needs a sixth of it.
     greedy_row_seconds = num_greedy * 12 * 0.055
     assert greedy_row_seconds > 0.6 * 3 * seconds * max_num_seqs
+
+
+@pytest.mark.parametrize("policy", [FcfsPolicy(), FairPolicy(4, 100)], ids=["fcfs", "fair"])
+def test_a_sequence_may_enter_the_queue_again_before_it_was_dropped(policy: Policy) -> None:
+    """It waits for an adapter or a state in between, and the queue forgets it only at its turn."""
+    sequences = [
+        Sequence.from_request(id, EngineRequest(str(id), (1, 2), ResolvedSampling(), 4))
+        for id in range(3)
+    ]
+    for _ in range(3):
+        for sequence in sequences:
+            sequence.is_waiting = True
+            policy.enqueue(sequence, 0.0)
+    order = []
+    while (selected := policy.select_next(4)) is not None:
+        selected.is_waiting = False
+        order.append(selected.id)
+    assert order == [0, 1, 2]

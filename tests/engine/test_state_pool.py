@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from bloomery.engine.checkpoints import CheckpointIndex
+from bloomery.engine.policy import FairPolicy, FcfsPolicy
 from bloomery.engine.scheduler import Scheduler
 from bloomery.engine.sequence import Sequence
 from bloomery.engine.state_pool import StatePool
@@ -329,6 +330,25 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
         assert step is not None
         starts += [chunk.start for chunk in step.chunks if chunk.new_request is not None]
     assert starts == [0, 8, 8]
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_others_overtake_a_sequence_that_waits_for_a_state(fair: bool) -> None:
+    policy = FairPolicy(4, 100) if fair else FcfsPolicy()
+    scheduler = Scheduler(make_pool(), 16, 4, policy)
+    first, twin, other = tuple(range(30)), tuple(range(30)), (91, 92, 93)
+    for name, prompt in (("first", first), ("twin", twin), ("other", other)):
+        scheduler.add(EngineRequest(name, prompt, ResolvedSampling(), 8))
+    starts: list[list[tuple[int, int]]] = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        assert step is not None
+        new_chunks = [chunk for chunk in step.chunks if chunk.new_request is not None]
+        starts.append([(chunk.sequence, chunk.start) for chunk in new_chunks])
+        finish_step(scheduler, step)
+    by_sequence = {pair[0]: (number, pair[1]) for number, new in enumerate(starts) for pair in new}
+    assert by_sequence[2][0] < by_sequence[1][0]  # the other one has not waited for the twin
+    assert by_sequence[1][1] == 28  # the twin resumes at the state of the first one
 
 
 def test_the_state_of_an_aborted_sequence_is_not_awaited() -> None:

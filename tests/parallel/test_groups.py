@@ -14,8 +14,6 @@ import torch
 from gguf import GGMLQuantizationType
 
 from bloomery.artifacts.locate import locate_model
-from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_attention
-from bloomery.attention.torch_paged import TorchPagedAttention
 from bloomery.describe import describe_model
 from bloomery.families import resolve_tensor_names
 from bloomery.hardware import find_hardware
@@ -25,8 +23,10 @@ from bloomery.models.decoder import Decoder
 from bloomery.models.weights import ModelWeights
 from bloomery.parallel.groups import SINGLE_RANK, DeviceMesh, StagePipe
 from bloomery.roofline import Roofline
+from bloomery.spec import MambaSpec
 from tests.parity.cases import CASES, ParityCase, make_checkpoint
 from tests.parity.gguf_writer import write_gguf
+from tests.parity.serve import decoder_logits
 
 CPU = torch.device("cpu")
 # The everyday run takes the first case of each family.
@@ -75,30 +75,20 @@ def load_part(model: Path, group: MessageCountingGroup, layers: range | None = N
     return LoadedPart(decoder, sum(reads), source.nbytes)
 
 
-@torch.inference_mode()
-def run_forward(decoder: Decoder) -> None:
-    """Compute four positions of one sequence."""
-    decoder.build_rope_cache(16)
-    backend = TorchPagedAttention()
-    num_tokens = 4
-    kv_caches = [
-        torch.zeros(kv_cache_shape(layer.attention, 1, 16)) for layer in decoder.spec.layers
-    ]
-    positions = torch.arange(num_tokens)
-    metadata = AttentionMetadata.from_host([num_tokens], [num_tokens], [[0]], 16, CPU)
-    steps = plan_attention(backend, [metadata])
-    decoder.logits(decoder(positions, positions, kv_caches, backend, steps))
-
-
 @pytest.mark.parametrize("case", CASE_PARAMS, ids=lambda case: case.name)
-def test_two_all_reduces_per_layer_and_one_where_blocks_are_parallel(
+def test_an_all_reduce_per_block_and_one_where_blocks_are_parallel(
     case: ParityCase, tmp_path: Path
 ) -> None:
     make_checkpoint(case, tmp_path)
     group = MessageCountingGroup(2)
     decoder = load_part(tmp_path, group).decoder
-    run_forward(decoder)
-    in_layers = sum(1 if layer.parallel else 2 for layer in decoder.spec.layers)
+    decoder_logits(decoder, list(range(4)), 16)
+    in_layers = 0
+    for layer in decoder.spec.layers:
+        blocks = [layer.attention, layer.recurrent, layer.mlp]
+        in_layers += 1 if layer.parallel else 3 - blocks.count(None)
+        # dt, B and C of Mamba-1 are products of all channels.
+        in_layers += isinstance(layer.recurrent, MambaSpec)
     in_embedding = 1
     assert group.num_all_reduces == in_embedding + in_layers
     assert group.num_all_gathers == 1

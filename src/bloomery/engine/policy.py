@@ -25,6 +25,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from math import exp
 from typing import Protocol
 
@@ -135,18 +136,21 @@ class FcfsPolicy:
     overhead_seconds = 0.0
 
     def __init__(self) -> None:
-        self.queue: list[tuple[int, Sequence]] = []
+        # (id, number of the push, sequence): a sequence that waits again may be there twice, until
+        # the earlier entry is dropped.
+        self.queue: list[tuple[int, int, Sequence]] = []
+        self.push_numbers = count()
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
         # Ids count arrivals, so a preempted sequence returns to the front.
-        heapq.heappush(self.queue, (sequence.id, sequence))
+        heapq.heappush(self.queue, (sequence.id, next(self.push_numbers), sequence))
 
     def select_next(self, free_rows: int) -> Sequence | None:
-        while self.queue and not self.queue[0][1].is_waiting:
+        while self.queue and not self.queue[0][-1].is_waiting:
             heapq.heappop(self.queue)
         if not self.queue or free_rows <= 0:
             return None
-        return self.queue[0][1]
+        return self.queue[0][-1]
 
     def admit(
         self, sequence: Sequence, free_blocks: int, growth_blocks: int, is_alone: bool
@@ -180,21 +184,25 @@ class TenantQueue:
     """
 
     def __init__(self) -> None:
-        self.heaps: dict[str, list[tuple[float, int, Sequence]]] = {}
+        # (queue key, id, number of the push, sequence). A sequence that waits again may be there
+        # twice, until the earlier entry is dropped.
+        self.heaps: dict[str, list[tuple[float, int, int, Sequence]]] = {}
+        self.push_numbers = count()
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self.heaps
 
     def push(self, sequence: Sequence) -> None:
         heap = self.heaps.setdefault(sequence.request.tenant, [])
-        heapq.heappush(heap, (sequence.queue_key, sequence.id, sequence))
+        number = next(self.push_numbers)
+        heapq.heappush(heap, (sequence.queue_key, sequence.id, number, sequence))
 
     def estimate_prompt_tokens(self) -> int:
         """Estimate the tokens of all prompts from the first few of each tenant."""
         total = 0
         for heap in self.heaps.values():
             entries = heap[:QUEUE_SAMPLE]
-            sample = [len(sequence.tokens) for _, _, sequence in entries if sequence.is_waiting]
+            sample = [len(entry[-1].tokens) for entry in entries if entry[-1].is_waiting]
             total += sum(sample) * len(heap) // max(len(sample), 1)
         return total
 
@@ -205,14 +213,14 @@ class TenantQueue:
         selected: Sequence | None = None
         selected_rank = (0.0, 0.0)
         for tenant, heap in list(self.heaps.items()):
-            while heap and not heap[0][2].is_waiting:
+            while heap and not heap[0][-1].is_waiting:
                 heapq.heappop(heap)
             if not heap:
                 del self.heaps[tenant]
                 continue
             if tenant in excluded_tenants:
                 continue
-            queue_key, _, sequence = heap[0]
+            queue_key, _, _, sequence = heap[0]
             rank = (served_seconds.get(tenant, 0.0), queue_key)
             if selected is None or rank < selected_rank:
                 selected = sequence

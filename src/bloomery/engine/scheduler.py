@@ -41,6 +41,9 @@ from bloomery.messages import (
     TokenOutput,
 )
 
+# Sequences that wait for a state at the same time. Each is looked up in the prefix cache at each
+# step.
+MAX_AWAITING_STATE = 16
 LORA_IS_OFF = "this engine runs no LoRA adapters: start it with enable_lora (--enable-lora)"
 
 
@@ -132,6 +135,8 @@ class Scheduler:
         self.next_id = 0
         self.num_preemptions = 0
         self.adapter_slots: AdapterSlots[Sequence] = AdapterSlots(max_loras)
+        # Sequences of the last step's queue whose state another sequence computes.
+        self.awaiting_state: list[Sequence] = []
         self.ended_adapters: list[str] = []  # of the requests that have ended; the owner clears it
 
     # ---- arrivals and departures ---------------------------------------------------------------
@@ -253,6 +258,7 @@ class Scheduler:
         if self.state_pool is not None:
             self.state_pool.begin_step(now)
         self._preempt_pending_victim(now)
+        self._resume_waiting_for_state(now)
         if self.adapter_slots.waiting:
             for sequence in self.adapter_slots.grant_slots(now):
                 self._enqueue(sequence, now)
@@ -412,7 +418,10 @@ class Scheduler:
                 continue
             hit = self.block_pool.find_prefix(sequence)
             if hit.is_awaited and not step.is_empty:
-                return  # the state it needs is being computed
+                if len(self.awaiting_state) == MAX_AWAITING_STATE:
+                    return
+                self._wait_for_state(sequence)
+                continue
             count = min(sequence.length - hit.position, prefill_tokens)
             if self.state_pool is not None:
                 count = self.state_pool.limit_first_chunk(sequence, hit, count)
@@ -433,6 +442,21 @@ class Scheduler:
         sequence.is_waiting = False
         request = sequence.request
         self.adapter_slots.wait(request.lora, request.id, sequence, now)
+
+    def _wait_for_state(self, sequence: Sequence) -> None:
+        """Take a waiting sequence out of the policy's queue until the next step.
+
+        Another sequence computes the state at which it can resume. Those behind it go on.
+        """
+        sequence.is_waiting = False
+        self.awaiting_state.append(sequence)
+
+    def _resume_waiting_for_state(self, now: float) -> None:
+        """Put the sequences that waited for a state in the last step back into the queue."""
+        for sequence in self.awaiting_state:
+            if sequence.finish_reason is None:
+                self._enqueue(sequence, now)
+        self.awaiting_state.clear()
 
     def _use_adapter(self, step: InFlightStep, sequence: Sequence) -> int:
         """Return the device slot of the sequence's adapter, which the step loads if need be."""

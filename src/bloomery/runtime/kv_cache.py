@@ -262,10 +262,11 @@ def fit_kv_cache(
     block_bytes = cache.block_bytes
     budget = kv_cache_budget(plan, cache, device, reserved_bytes, mesh)
     blocks_per_seq = count_held_blocks(groups, plan.max_model_len, plan.block_size, step_tokens)
-    affordable = max(budget, 0) // block_bytes
     useful = count_useful_blocks(
         groups, plan.max_model_len, plan.block_size, step_tokens, plan.max_num_seqs
     )
+    # The layers of a pipeline stage may have nothing to cache.
+    affordable = max(budget, 0) // block_bytes if block_bytes else useful
     num_blocks = mesh.min_over_ranks(min(affordable, useful))
     max_len = longest_sequence(groups, num_blocks, plan.block_size, step_tokens, plan.max_model_len)
     num_bytes = num_blocks * block_bytes
