@@ -447,10 +447,13 @@ STATE_OPERATIONS = 8
 
 
 def count_all_reduces(layer: LayerSpec) -> int:
-    """Collectives of a layer: one for the mixer and one for the MLP, or one for both."""
-    has_mixer = layer.attention is not None or layer.recurrent is not None
-    has_mlp = layer.mlp is not None
-    return 1 if layer.parallel else has_mixer + has_mlp
+    """Collectives of a layer: one for each block, or one where attention and MLP are parallel."""
+    if layer.parallel:
+        return 1
+    blocks = (layer.attention, layer.recurrent, layer.mlp)
+    # dt, B and C of Mamba-1 are products of all channels. Their sum is small and counts as one of
+    # hidden states.
+    return len(blocks) - blocks.count(None) + isinstance(layer.recurrent, MambaSpec)
 
 
 class Roofline:
