@@ -51,8 +51,11 @@ FUSED_LAYERS = (
 REPEAT = 3
 
 
-def write_adapter(shape: str, folder: Path, seed: int = 0) -> Path:
-    """Write a random adapter of a Llama in PEFT's format; returns its folder."""
+def write_adapter(shape: str, folder: Path, seed: int = 0, layers: int | None = None) -> Path:
+    """Write a random adapter of a Llama in PEFT's format; returns its folder.
+
+    `layers`: of the model, if it is not the shape's whole number.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -72,7 +75,7 @@ def write_adapter(shape: str, folder: Path, seed: int = 0) -> Path:
     }
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(layers or config["num_hidden_layers"]):
         for name, (outputs, inputs) in sizes.items():
             path = f"base_model.model.model.layers.{layer}.{name}"
             a = torch.randn(RANK, inputs, generator=generator) / inputs**0.5

@@ -4,7 +4,8 @@
 
 Each workload is ROWS:CONTEXT, a batch of random prompts of that length that is then decoded. The
 weights are random and of the shape's sizes (benchmarks/offline.py). --layers N keeps the first N
-layers, which shortens the start; a layer's kernels do not depend on it.
+layers, which shortens the start; a layer's kernels do not depend on it. With --adapters N the rows
+have N random LoRA adapters in turn (of rank 16 on all projections; Llama shapes).
 
 The kernels of one replay of the step's graph are recorded by torch's profiler and averaged over
 replays. Launches of the same kernel with the same grid are one line of the table:
@@ -26,6 +27,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,8 +165,10 @@ def print_floors(llm: Any, rows: int, context: int) -> None:
     print(f"floors: {', '.join(shown)}", flush=True)
 
 
-def generate(llm: Any, rows: int, context: int, num_tokens: int) -> float:
-    """Decode random prompts and return the seconds."""
+def generate(
+    llm: Any, rows: int, context: int, num_tokens: int, adapters: Sequence[Any] = ()
+) -> float:
+    """Decode random prompts, which have these adapters in turn, and return the seconds."""
     from bloomery import SamplingParams
 
     params = SamplingParams(
@@ -174,22 +178,25 @@ def generate(llm: Any, rows: int, context: int, num_tokens: int) -> float:
         {"prompt_token_ids": [11 + (7919 * i + 31 * j) % 30000 for j in range(context)]}
         for i in range(rows)
     ]
+    chosen = [adapters[i % len(adapters)] for i in range(rows)] if adapters else None
     start = time.perf_counter()
-    llm.generate(prompts, [params] * rows, use_tqdm=False)
+    llm.generate(prompts, [params] * rows, use_tqdm=False, lora_request=chosen)
     return time.perf_counter() - start
 
 
-def profile_rows(llm: Any, rows: int, context: int, folder: Path) -> None:
+def profile_rows(
+    llm: Any, rows: int, context: int, folder: Path, adapters: Sequence[Any] = ()
+) -> None:
     """Print the table of one workload."""
     from torch.profiler import ProfilerActivity, profile
 
-    generate(llm, rows, context, 4)
-    short = generate(llm, rows, context, 8)
-    long = generate(llm, rows, context, 8 + TIMED_TOKENS)
+    generate(llm, rows, context, 4, adapters)
+    short = generate(llm, rows, context, 8, adapters)
+    long = generate(llm, rows, context, 8 + TIMED_TOKENS, adapters)
     milliseconds = (long - short) / TIMED_TOKENS * 1e3
     print(f"\n{rows} rows behind {context} tokens: {milliseconds:.3f} ms a step")
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        generate(llm, rows, context, PROFILED_TOKENS)
+        generate(llm, rows, context, PROFILED_TOKENS, adapters)
     trace = folder / f"{rows}.json"
     recorded.export_chrome_trace(str(trace))
     replays = read_replays(trace)
@@ -205,6 +212,7 @@ def main() -> None:
     parser.add_argument("work", nargs="+", help="ROWS:CONTEXT")
     parser.add_argument("--layers", type=int, help="keep the first layers only")
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--adapters", type=int, default=0, metavar="N")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE for LLM(...)")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -217,6 +225,14 @@ def main() -> None:
     for pair in args.option:
         name, _, value = pair.partition("=")
         options[name] = parse_value(value)
+    adapters: list[Any] = []
+    if args.adapters:
+        from benchmarks.lora import write_adapter
+        from bloomery import LoRARequest
+
+        path = write_adapter(args.shape, folder / "adapter", layers=config[layers_key])
+        options |= {"enable_lora": True, "max_loras": args.adapters}
+        adapters = [LoRARequest(f"adapter {i}", i + 1, str(path)) for i in range(args.adapters)]
     start = time.perf_counter()
     llm = create_engine("bloomery", folder, options)
     seconds = time.perf_counter() - start
@@ -225,7 +241,7 @@ def main() -> None:
     )
     for work in args.work:
         rows, context = map(int, work.split(":"))
-        profile_rows(llm, rows, context, folder)
+        profile_rows(llm, rows, context, folder, adapters)
 
 
 if __name__ == "__main__":
