@@ -293,11 +293,13 @@ def check_kernels() -> None:
                     raise SystemExit(f"{name}: the kernels differ from their references")
 
 
-def run_fused(counters: Iterator[Any], lora: Any, arguments: tuple[Any, ...]) -> object:
-    """Run the GEMV with an adapter and the next counter."""
+def run_fused(
+    shrunk: Iterator[Any], lora: Any, arguments: tuple[Any, ...], tiling: Any = None
+) -> object:
+    """Run the GEMV with an adapter and the next memory for its shrunk row."""
     from bloomery.kernels.gemv import gemv_triton
 
-    return gemv_triton(*arguments, lora=lora._replace(counter=next(counters)))
+    return gemv_triton(*arguments, tiling, lora=lora._replace(shrunk=next(shrunk)))
 
 
 def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> None:
@@ -307,7 +309,6 @@ def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> 
     from bloomery.fusion import ActivationEpilogue, NormPrologue
     from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
     from bloomery.kernels.lora import (
-        FUSED_SHRINKS,
         FusedLora,
         LoraMatrices,
         LoraRows,
@@ -328,25 +329,23 @@ def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> 
         x = torch.randn(1, inputs, device=device).bfloat16()
         norm = NormPrologue("rms", torch.rand(inputs, device=device) + 0.5, None, 1e-5)
         epilogue = ActivationEpilogue("silu", True) if gated else None
-        counters = torch.zeros(201, dtype=torch.int32, device=device)
-        workspace = torch.zeros((FUSED_SHRINKS + 1) * width, device=device)
+        shrunk = torch.zeros(201, width, device=device)
         slots = torch.ones(1, dtype=torch.int32, device=device)
         rows = LoraRows(slots)
         normed = fused_linear_reference(x, torch.eye(inputs, device=device).bfloat16(), None, norm)
         added = torch.zeros(1, outputs, device=device)
         lora_expand_reference(lora_shrink_reference(normed, matrices, rows), matrices, rows, added)
         expected = fused_linear_reference(x.float(), weight.float(), added[0], norm, epilogue)
-        lora = FusedLora(matrices, slots, counters[200:], workspace)
+        lora = FusedLora(matrices, slots, shrunk[200])
         actual = gemv_triton(x, weight, None, norm, epilogue, lora=lora)
         error = (actual.float() - expected.float()).abs().max() / expected.abs().max()
-        used = iter(counters[:200].split(1))
-
+        used = iter(shrunk[:200])
         row = {
             "layer": name,
             "fused_error": round(float(error), 5),
             "base_us": time_kernel(partial(gemv_triton, x, weight, None, norm, epilogue)),
             "adapted_us": time_kernel(
-                partial(run_fused, used, lora, (x, weight, None, norm, epilogue)), counters.zero_
+                partial(run_fused, used, lora, (x, weight, None, norm, epilogue)), shrunk.zero_
             ),
         }
         print(json.dumps(row), flush=True)

@@ -52,11 +52,12 @@ from bloomery.kernels.launch import (
     wait_for_previous,
 )
 from bloomery.kernels.lora import (
-    FUSED_SHRINKS,
     FusedLora,
     expand_fused,
-    shrink_fused,
-    wait_for_shrink,
+    load_expand,
+    load_slot_bias,
+    locate_shrunk,
+    store_shrunk,
 )
 from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
@@ -260,8 +261,10 @@ def gemv_triton(
         norm_shift = precompute_norm_shift(weight, norm)
     optional = (expert_ids, input_weights, bias, norm.weight, norm_shift)
     args = build_epilogue_args(x, epilogue, rows, (num_results, num_outputs))
-    shrinks = 0 if lora is None else FUSED_SHRINKS
-    grid = (shrinks + -(-num_outputs // tiling.outputs), num_results if num_experts else 1)
+    rows_per_program = 2 * tiling.outputs if paired else tiling.outputs
+    lora_sizes = lora_constants(lora, rows_per_program)
+    num_programs = lora_sizes["SHRINKS"] + -(-num_outputs // tiling.outputs)
+    grid = (num_programs, num_results if num_experts else 1)
     gemv_kernel[grid](
         x,
         weight,
@@ -286,7 +289,7 @@ def gemv_triton(
         VECTOR=16 // weight.element_size(),
         BLOCK_OUT=tiling.outputs,
         BLOCK_K=tiling.block_k,
-        **lora_constants(lora),
+        **lora_sizes,
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )
@@ -294,9 +297,9 @@ def gemv_triton(
 
 
 def lora_arguments(lora: FusedLora | None, x: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    """Return A, B, parts, bias, slots, counter, workspace, and strides between slots."""
+    """Return A, B, parts, bias, slots, shrunk, and strides between slots."""
     if lora is None:
-        return (x, x, x, x, x, x, x, 0, 0, 0)
+        return (x, x, x, x, x, x, 0, 0, 0)
     a, b, parts, bias = lora.matrices
     assert bias is not None
     return (
@@ -305,24 +308,22 @@ def lora_arguments(lora: FusedLora | None, x: torch.Tensor) -> tuple[torch.Tenso
         parts,
         bias,
         lora.slots,
-        lora.counter,
-        lora.workspace,
+        lora.shrunk,
         a.stride(0),
         b.stride(0),
         bias.stride(0),
     )
 
 
-def lora_constants(lora: FusedLora | None) -> dict[str, int]:
-    """Return the sizes of an adapter that is fused; the number of shrinks is 0 without one."""
+def lora_constants(lora: FusedLora | None, rows_per_program: int) -> dict[str, int]:
+    """Return the sizes of an adapter that is fused, and how many programs shrink: 0 without one."""
     if lora is None:
-        return {"SHRINKS": 0, "LORA_WIDTH": 1, "LORA_WIDTH_POW2": 1, "RANK": 1, "RANK_POW2": 1}
+        return {"SHRINKS": 0, "LORA_WIDTH": 1, "RANK": 1, "RANK_POW2": 1}
     width = lora.matrices.a.shape[2]
     rank = lora.matrices.b.shape[3]
     return {
-        "SHRINKS": FUSED_SHRINKS,
+        "SHRINKS": -(-width // rows_per_program),
         "LORA_WIDTH": width,
-        "LORA_WIDTH_POW2": next_power_of_2(width),
         "RANK": rank,
         "RANK_POW2": next_power_of_2(rank),
     }
@@ -427,8 +428,7 @@ def gemv_kernel(
     lora_parts,  # [ROWS]
     lora_bias,  # [slots, ROWS]
     lora_slots,  # [1]
-    lora_counter,
-    lora_workspace,
+    lora_shrunk,  # [LORA_WIDTH]
     lora_a_stride,
     lora_b_stride,
     lora_bias_stride,
@@ -471,7 +471,6 @@ def gemv_kernel(
     BLOCK_K: tl.constexpr,
     SHRINKS: tl.constexpr,
     LORA_WIDTH: tl.constexpr,
-    LORA_WIDTH_POW2: tl.constexpr,
     RANK: tl.constexpr,
     RANK_POW2: tl.constexpr,
     PDL: tl.constexpr,
@@ -486,28 +485,10 @@ def gemv_kernel(
     (W @ (x * w) - m * (W @ w)) / d + W @ b, and norm_shift holds W @ w and W @ b. Float32 has
     enough digits for the difference unless the mean is hundreds of deviations.
 
-    With an adapter the first SHRINKS programs compute its shrunk row.
+    With an adapter the first SHRINKS programs compute its shrunk row instead: they multiply rows of
+    A as the others multiply rows of the weight, so all of them end at about the same time.
     """
     launch_dependents(PDL)
-    if SHRINKS > 0:  # noqa: SIM102 (one condition is constant)
-        if tl.program_id(0) < SHRINKS:
-            shrink_fused(
-                x,
-                norm_weight,
-                lora_a,
-                lora_slots,
-                lora_counter,
-                lora_workspace,
-                lora_a_stride,
-                COLUMNS,
-                LORA_WIDTH,
-                LORA_WIDTH_POW2,
-                SHRINKS,
-                128,
-                HAS_NORM_WEIGHT,
-                PDL,
-            )
-            return
     if NUM_EXPERTS > 0:
         wait_for_previous(PDL)  # the router of this step writes expert_ids
         result = tl.program_id(1).to(tl.int64)
@@ -517,19 +498,34 @@ def gemv_kernel(
         bias += expert * ROWS
         x += result // TOP_K * COLUMNS
         out += result * NUM_OUTPUTS
-    output = (tl.program_id(0) - SHRINKS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    output = tl.maximum(tl.program_id(0) - SHRINKS, 0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     first_row, second_row = weight_rows(
         tl.minimum(output, NUM_OUTPUTS - 1), NUM_OUTPUTS, HEAD_DIM, ROPE_DIM, INTERLEAVED, EPILOGUE
     )
+    first_read, second_read = first_row, second_row
+    if SHRINKS > 0:
+        lora_row = tl.program_id(0) * (2 * BLOCK_OUT if PAIRED else BLOCK_OUT)
+        lora_row += tl.arange(0, BLOCK_OUT)
+        lora_slot = tl.load(lora_slots).to(tl.int64)
+        if tl.program_id(0) < SHRINKS:
+            weight = lora_a + tl.maximum(lora_slot, 0) * lora_a_stride
+            first_read = tl.minimum(lora_row, LORA_WIDTH - 1)
+            second_read = tl.minimum(lora_row + BLOCK_OUT, LORA_WIDTH - 1)
     token = tl.arange(0, TOKENS_POW2)
     k = tl.arange(0, BLOCK_K)[None, None, :]
-    first_ptr = weight + first_row.to(tl.int64)[None, :, None] * COLUMNS + k
-    second_ptr = weight + second_row.to(tl.int64)[None, :, None] * COLUMNS + k
+    first_ptr = weight + first_read.to(tl.int64)[None, :, None] * COLUMNS + k
+    second_ptr = weight + second_read.to(tl.int64)[None, :, None] * COLUMNS + k
     x_ptr = x + tl.minimum(token, NUM_TOKENS - 1)[:, None, None] * COLUMNS + k
     next_first = load_tile(first_ptr, 0, k, COLUMNS, BLOCK_K, "evict_first")
     next_second = next_first
     if PAIRED:
         next_second = load_tile(second_ptr, 0, k, COLUMNS, BLOCK_K, "evict_first")
+    if SHRINKS > 0:  # what is needed after the product
+        first_low = locate_shrunk(first_row, lora_parts, lora_shrunk, RANK, RANK_POW2)
+        first_b = load_expand(first_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2)
+        if PAIRED:
+            second_low = locate_shrunk(second_row, lora_parts, lora_shrunk, RANK, RANK_POW2)
+            second_b = load_expand(second_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2)
     if NUM_EXPERTS == 0:
         wait_for_previous(PDL)
     y = tl.zeros([TOKENS_POW2, BLOCK_OUT, BLOCK_K // VECTOR], tl.float32)
@@ -557,41 +553,16 @@ def gemv_kernel(
             y_pair += sum_within_thread(second * v, TOKENS_POW2, BLOCK_OUT, BLOCK_K, VECTOR)
     y = tl.sum(y, 2)
     y_pair = tl.sum(y_pair, 2)
-    first_bias = tl.zeros([BLOCK_OUT], tl.float32)
-    second_bias = first_bias
     if SHRINKS > 0:
-        wait_for_shrink(lora_counter, SHRINKS)
-        first_part, first_bias = expand_fused(
-            first_row,
-            lora_b,
-            lora_parts,
-            lora_bias,
-            lora_slots,
-            lora_workspace,
-            lora_b_stride,
-            lora_bias_stride,
-            LORA_WIDTH,
-            RANK,
-            RANK_POW2,
-            SHRINKS,
-        )
-        y += first_part[None, :]
-        if PAIRED:
-            second_part, second_bias = expand_fused(
-                second_row,
-                lora_b,
-                lora_parts,
-                lora_bias,
-                lora_slots,
-                lora_workspace,
-                lora_b_stride,
-                lora_bias_stride,
-                LORA_WIDTH,
-                RANK,
-                RANK_POW2,
-                SHRINKS,
-            )
-            y_pair += second_part[None, :]
+        if tl.program_id(0) < SHRINKS:
+            store_shrunk(y, lora_row, lora_shrunk, LORA_WIDTH)
+            if PAIRED:
+                store_shrunk(y_pair, lora_row + BLOCK_OUT, lora_shrunk, LORA_WIDTH)
+            return
+        if lora_slot >= 0:
+            y += expand_fused(first_b, first_low, RANK, RANK_POW2)[None, :]
+            if PAIRED:
+                y_pair += expand_fused(second_b, second_low, RANK, RANK_POW2)[None, :]
     if NORM == "rms":
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
         y = y * inverse_rms
@@ -608,8 +579,9 @@ def gemv_kernel(
         y = y * input_weight
         y_pair = y_pair * input_weight
     if SHRINKS > 0:
-        y += first_bias[None, :]
-        y_pair += second_bias[None, :]
+        y += load_slot_bias(lora_bias, lora_slot, lora_bias_stride, first_row)[None, :]
+        if PAIRED:
+            y_pair += load_slot_bias(lora_bias, lora_slot, lora_bias_stride, second_row)[None, :]
     if HAS_BIAS:
         y += tl.load(bias + first_row)[None, :].to(tl.float32)
         if PAIRED:

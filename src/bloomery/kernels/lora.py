@@ -38,7 +38,6 @@ from bloomery.native.thread_pool import ThreadPool
 MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
 MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
-FUSED_SHRINKS = 32  # programs of a fused kernel that shrink
 OVERLAPS_PRODUCTS = False  # multiply by adapters and by the base weights at the same time
 
 
@@ -46,8 +45,8 @@ class AdapterBatch:
     """The adapter slot of each row of the current forward pass."""
 
     def __init__(self) -> None:
-        # [linear layers] int32: see FusedLora. None on a CPU.
-        self.counters: torch.Tensor | None = None
+        # The shrunk rows of all layers of a step of one row: see FusedLora. None on a CPU.
+        self.shrunk: torch.Tensor | None = None
         self.num_slots = 0  # on the device; 0: rows are not grouped
         # The adapters' products run on this stream beside those of the base model; None: after.
         self.side_stream: torch.cuda.Stream | None = None
@@ -60,8 +59,8 @@ class AdapterBatch:
         self.slots = slots
         self.all_slots = slots
         self._group_rows()
-        if slots is not None and len(slots) == 1 and self.counters is not None:
-            self.counters.zero_()
+        if slots is not None and len(slots) == 1 and self.shrunk is not None:
+            self.shrunk.zero_()
 
     def select(self, rows: torch.Tensor | slice | None) -> None:
         """From here on layers see only these rows; None: all of them again."""
@@ -97,14 +96,13 @@ class FusedLora(NamedTuple):
     """The adapter of a step of one row, for a kernel that computes it with the base product.
 
     The first programs of that kernel shrink the row, and the others use the result when they have
-    read their weights. They wait for each other by a counter, which must be 0 when the kernel
-    starts.
+    read their weights. They see by the values themselves whether these are there: `shrunk` must be
+    0 when the kernel starts.
     """
 
     matrices: LoraMatrices
     slots: torch.Tensor  # [1] int32
-    counter: torch.Tensor  # [1] int32
-    workspace: torch.Tensor  # float32: at least [FUSED_SHRINKS + 1, parts * rank]
+    shrunk: torch.Tensor  # [parts * rank] float32
 
 
 class LoraRows(NamedTuple):
@@ -801,96 +799,51 @@ def uses(active: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def shrink_fused(
-    x,  # [COLUMNS]
-    norm_weight,  # [COLUMNS]
-    a,  # [slots, WIDTH, COLUMNS]
-    slots,  # [1]
-    counter,  # [1]
-    workspace,  # [SHRINKS + 1, WIDTH]: the sums of each program, then the sums of all
-    slot_stride,
-    COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_POW2: tl.constexpr,
-    SHRINKS: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-    HAS_NORM_WEIGHT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Multiply the columns of one of the SHRINKS programs; the last one adds up all of them.
+def store_shrunk(values, row, shrunk, WIDTH: tl.constexpr):
+    """Store values [1, n] of the shrunk row.
 
-    x is multiplied by the norm's weight, but not yet by its scale.
+    A 0 becomes -0: the value +0 tells the other programs that a value is not there yet.
     """
-    program = tl.program_id(0)
-    slot = tl.load(slots).to(tl.int64)
-    used_width = tl.where(slot >= 0, WIDTH, 0)
-    j = tl.arange(0, WIDTH_POW2)
-    k = tl.arange(0, BLOCK_IN)
-    PER_PROGRAM: tl.constexpr = (COLUMNS + SHRINKS * BLOCK_IN - 1) // (SHRINKS * BLOCK_IN)
-    first = program * (PER_PROGRAM * BLOCK_IN)
-    total = tl.zeros([WIDTH_POW2], tl.float32)
-    for block in tl.static_range(PER_PROGRAM):
-        column = first + block * BLOCK_IN + k
-        is_column = column < COLUMNS
-        tile = tl.load(
-            a + slot * slot_stride + j[:, None] * COLUMNS + column[None, :],
-            mask=(j < used_width)[:, None] & is_column[None, :],
-            other=0.0,
-        )
-        if block == 0:
-            wait_for_previous(PDL)
-        v = tl.load(x + column, mask=is_column, other=0.0).to(tl.float32)
-        if HAS_NORM_WEIGHT:
-            v *= tl.load(norm_weight + column, mask=is_column, other=0.0)
-        total += tl.sum(tile.to(tl.float32) * v[None, :], 1)
-    tl.store(workspace + program * WIDTH + j, total, mask=j < WIDTH)
-    tl.debug_barrier()  # the stores of all threads come before the count
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived == SHRINKS - 1:
-        total = tl.zeros([WIDTH_POW2], tl.float32)
-        for other in tl.static_range(SHRINKS):
-            total += tl.load(
-                workspace + other * WIDTH + j, mask=j < WIDTH, other=0.0, volatile=True
-            )
-        tl.store(workspace + SHRINKS * WIDTH + j, total, mask=j < WIDTH)
-        tl.debug_barrier()
-        tl.atomic_add(counter, 1, sem="release")
+    column = row[None, :]
+    tl.store(shrunk + column, tl.where(values == 0, -0.0, values), mask=column < WIDTH)
 
 
 @jit
-def wait_for_shrink(counter, SHRINKS: tl.constexpr):
-    """Wait until the shrunk row is complete.
+def locate_shrunk(row, parts, shrunk, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+    """Return pointers to the values of the shrunk row that these rows of B read: [n, rank]."""
+    r = tl.arange(0, RANK_POW2)
+    return shrunk + tl.load(parts + row)[:, None] * RANK + r[None, :]
+
+
+@jit
+def load_expand(row, slot, b, slot_stride, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+    """Load rows of B from an adapter's slot: [n, rank]; zeros without an adapter."""
+    r = tl.arange(0, RANK_POW2)
+    return tl.load(
+        b + slot * slot_stride + row[:, None] * RANK + r[None, :],
+        mask=(r < tl.where(slot >= 0, RANK, 0))[None, :],
+        other=0.0,
+    )
+
+
+@jit
+def expand_fused(b_tile, low_pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+    """Multiply rows of B by the shrunk row, when it is there: [n], without the norm's scale.
 
     The programs that shrink come first in the grid, so they run already. The limit, some seconds,
     only keeps an error from blocking the device for ever.
     """
+    mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
+    low = tl.load(low_pointer, mask=mask, other=-0.0, volatile=True)
     spins = 0
-    while (tl.atomic_add(counter, 0, sem="acquire") <= SHRINKS) & (spins < 4000000):
+    while (tl.min((low.to(tl.int32, bitcast=True) != 0).to(tl.int32)) == 0) & (spins < 4000000):
+        low = tl.load(low_pointer, mask=mask, other=-0.0, volatile=True)
         spins += 1
+    return tl.sum(b_tile.to(tl.float32) * low, 1)
 
 
 @jit
-def expand_fused(
-    row,  # of B: [outputs]
-    b,  # [slots, ROWS, RANK]
-    parts,  # [ROWS]
-    bias,  # [slots, ROWS]
-    slots,  # [1]
-    workspace,
-    slot_stride,
-    bias_stride,
-    WIDTH: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_POW2: tl.constexpr,
-    SHRINKS: tl.constexpr,
-):
-    """Return the adapter's part of some outputs and its bias there, before the norm's scale."""
-    slot = tl.load(slots).to(tl.int64)
-    r = tl.arange(0, RANK_POW2)
-    mask = (r < tl.where(slot >= 0, RANK, 0))[None, :]
-    b_ptr = b + slot * slot_stride + row[:, None] * RANK + r[None, :]
-    b_tile = tl.load(b_ptr, mask=mask, other=0.0)
-    column = tl.load(parts + row)[:, None] * RANK + r[None, :]
-    low = tl.load(workspace + SHRINKS * WIDTH + column, mask=mask, other=0.0, volatile=True)
-    extra = tl.load(bias + tl.maximum(slot, 0) * bias_stride + row).to(tl.float32)
-    return tl.sum(b_tile.to(tl.float32) * low, 1), tl.where(slot >= 0, extra, 0.0)
+def load_slot_bias(bias, slot, stride, row):
+    """Return the bias of these rows in an adapter's slot; zeros without an adapter."""
+    value = tl.load(bias + tl.maximum(slot, 0) * stride + row).to(tl.float32)
+    return tl.where(slot >= 0, value, 0.0)

@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from bloomery.kernels import lora
-from bloomery.kernels.lora import FUSED_SHRINKS, MAX_SPLITS, AdapterBatch
+from bloomery.kernels.lora import MAX_SPLITS, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
@@ -156,31 +156,28 @@ class AdapterMemory:
         for target, matrices in zip(self.targets, self.split_slots(self.memory)):
             target.adapters.bind(*matrices)
         if self.device.type == "cuda":
-            self._allocate_counters()
+            self._allocate_shrunk()
         for embedding in self.embeddings:
             low_rank = embedding.linear.matrices
             assert low_rank is not None
             embedding.lookup = view_lookup(low_rank.a)
 
-    def _allocate_counters(self) -> None:
-        """Allocate what fused kernels share among their programs.
+    def _allocate_shrunk(self) -> None:
+        """Allocate what the programs of fused kernels share.
 
         Layers outside of the decoder layers may run several times in a step.
         """
         inner = [target.adapters for target in self.targets if target.prefix]
         if not inner:
             return
-        counters = torch.zeros(len(inner), dtype=torch.int32, device=self.device)
-        width = max(adapters.num_parts for adapters in inner) * self.padded_rank
-        size = (FUSED_SHRINKS + 1) * width
-        workspace = torch.zeros(size, dtype=torch.float32, device=self.device)
-        self.batch.counters = counters
         self.batch.num_slots = self.num_slots
         if lora.OVERLAPS_PRODUCTS:
             self.batch.side_stream = torch.cuda.Stream(self.device)
-        for adapters, counter in zip(inner, counters.split(1)):
-            adapters.counter = counter
-            adapters.workspace = workspace
+        sizes = [adapters.num_parts * self.padded_rank for adapters in inner]
+        shrunk = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
+        self.batch.shrunk = shrunk
+        for adapters, values in zip(inner, shrunk.split(sizes)):
+            adapters.shrunk = values
 
     @property
     def nbytes(self) -> int:

@@ -47,8 +47,7 @@ class LinearAdapters:
         self.num_parts = max(row_parts) + 1
         self.matrices: LoraMatrices | None = None
         # On a GPU, for layers that run once in a forward pass: see FusedLora.
-        self.counter: torch.Tensor | None = None
-        self.workspace: torch.Tensor | None = None
+        self.shrunk: torch.Tensor | None = None
 
     @property
     def is_active(self) -> bool:
@@ -118,9 +117,9 @@ class LinearAdapters:
         slots = self.batch.slots
         if slots is None or len(slots) != 1 or self.matrices is None:
             return None
-        if self.counter is None or self.workspace is None or self.num_experts > 1:
+        if self.shrunk is None or self.num_experts > 1:
             return None
-        return FusedLora(self.matrices, slots, self.counter, self.workspace)
+        return FusedLora(self.matrices, slots, self.shrunk)
 
     def as_bias(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the bias [out] of a step of one row: that of the layer, and the adapter's part.
