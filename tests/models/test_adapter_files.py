@@ -59,7 +59,7 @@ def refusal(reader: AdapterReader, path: Path) -> str:
 def test_a_good_adapter_is_read(reader: AdapterReader, tmp_path: Path) -> None:
     adapter = reader.read(str(write(tmp_path / "adapter", make_tensors())))
     assert (adapter.rank, adapter.num_targets) == (4, 1)
-    a, b, _ = reader.memory.split_slots(adapter.values)[1]  # the embedding comes first
+    a, b, _ = reader.memory.layers.split(adapter.values)[0]
     assert a[0, :4].eq(1).all() and not a[0, 4:].any()
     assert b[0, :32, :4].eq(2).all(), "alpha / r is not in B"
     assert not b[0, 32:].any()

@@ -291,6 +291,7 @@ def gemv_triton(
         BLOCK_K=tiling.block_k,
         **lora_sizes,
         num_warps=tiling.warps,
+        **limit_registers(lora, tiling, rows_per_program),
         **pdl_options(x.device),
     )
     return args.out
@@ -327,6 +328,19 @@ def lora_constants(lora: FusedLora | None, rows_per_program: int) -> dict[str, i
         "RANK": rank,
         "RANK_POW2": next_power_of_2(rank),
     }
+
+
+def limit_registers(
+    lora: FusedLora | None, tiling: GemvTiling, rows_per_program: int
+) -> dict[str, int]:
+    """Return the option with which as many programs fit with an adapter as without one.
+
+    Without one, the compiler finds 64 registers for this many threads by itself. With one it needs
+    a few more, unless it is told.
+    """
+    values_per_thread = rows_per_program * tiling.block_k // (32 * tiling.warps)
+    is_full = tiling.warps == 8 and values_per_thread <= 64
+    return {"maxnreg": 64} if lora is not None and lora.slots.is_cuda and is_full else {}
 
 
 def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Tensor:

@@ -34,6 +34,7 @@ from bloomery.models.adapter_memory import (
     AdapterMemory,
     AdapterTarget,
     ConvertedAdapter,
+    SlotMemory,
     TableTarget,
     view_lookup,
 )
@@ -146,12 +147,12 @@ class AdapterConversion:
     def convert(self) -> ConvertedAdapter:
         """Find the matrices of every target and lay them out as in a device slot."""
         memory = self.reader.memory
-        values = torch.zeros(memory.slot_size(), dtype=memory.dtype)
-        for target, views in zip(memory.targets, memory.split_slots(values)):
-            if target.is_expert:
-                self._convert_experts(target, *views)
-            else:
-                self._convert_linear(target, *views)
+        values = self._convert_targets(memory.layers)
+        outer_values = self._convert_targets(memory.outer)
+        changes_outer = bool(outer_values.any())
+        problem = memory.check_outer_memory() if changes_outer else None
+        if problem is not None:
+            raise refuse(self.path, problem)
         tables = {}
         for index, table_target in enumerate(memory.tables):
             table = self._convert_table(table_target)
@@ -164,7 +165,23 @@ class AdapterConversion:
         )
         if not num_targets:
             raise refuse(self.path, "the file has no LoRA matrices; save the adapter again")
-        return ConvertedAdapter(values, tables, self.largest_rank, num_targets)
+        return ConvertedAdapter(
+            values,
+            outer_values if changes_outer else None,
+            tables,
+            self.largest_rank,
+            num_targets,
+        )
+
+    def _convert_targets(self, memory: SlotMemory) -> torch.Tensor:
+        """Lay out the matrices of these targets: [values of a slot]."""
+        values = torch.zeros(memory.slot_size(), dtype=self.reader.memory.dtype)
+        for target, views in zip(memory.targets, memory.split(values)):
+            if target.is_expert:
+                self._convert_experts(target, *views)
+            else:
+                self._convert_linear(target, *views)
+        return values
 
     # ---- the modules of the file ----
 

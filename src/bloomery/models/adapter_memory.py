@@ -4,6 +4,10 @@ While a model is loaded, every linear layer is registered as a target that adapt
 the memory of all slots is allocated at once. The matrices of a slot lie together, so that an
 adapter comes from host memory as a whole and not layer by layer. A target also says what the layer
 is called in checkpoints, which is how adapter_files.py finds its matrices.
+
+Few adapters change the embedding or the head, and every step of every other adapter would pay for
+it. So the targets outside of the decoder layers have a block of their own, which is allocated for
+the first adapter that needs it.
 """
 
 from __future__ import annotations
@@ -57,14 +61,57 @@ class TableTarget:
 class ConvertedAdapter:
     """One adapter in host memory, converted for this rank: what a device slot will hold."""
 
-    values: torch.Tensor  # [values of a slot]
+    values: torch.Tensor  # [values of a slot], for the decoder layers
+    outer_values: torch.Tensor | None = None  # for the targets outside of them, if it changes any
     tables: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the table target
     rank: int = 0
     num_targets: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.values.nbytes + sum(table.nbytes for table in self.tables.values())
+        outer_bytes = 0 if self.outer_values is None else self.outer_values.nbytes
+        table_bytes = sum(table.nbytes for table in self.tables.values())
+        return self.values.nbytes + outer_bytes + table_bytes
+
+
+class SlotMemory:
+    """The matrices of some targets in all slots: one block [slots, values of a slot]."""
+
+    def __init__(self, padded_rank: int):
+        self.padded_rank = padded_rank
+        self.targets: list[AdapterTarget] = []
+        self.values: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.values is None else self.values.nbytes
+
+    def allocate(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the block, once every target is known."""
+        self.values = torch.zeros(num_slots, self.slot_size(), dtype=dtype, device=device)
+        for target, matrices in zip(self.targets, self.split(self.values)):
+            target.adapters.bind(*matrices)
+
+    def slot_size(self) -> int:
+        """The number of values in one slot."""
+        return sum(
+            align(prod(shape))
+            for target in self.targets
+            for shape in target.adapters.shapes(self.padded_rank)
+        )
+
+    def split(self, values: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """Return views of A, B and bias of each target, for values [..., values of a slot]."""
+        views = []
+        first = 0
+        for target in self.targets:
+            matrices = []
+            for shape in target.adapters.shapes(self.padded_rank):
+                part = values[..., first : first + prod(shape)]
+                matrices.append(part.unflatten(-1, shape))
+                first += align(prod(shape))
+            views.append(tuple(matrices))
+        return views
 
 
 class AdapterMemory:
@@ -78,10 +125,10 @@ class AdapterMemory:
         multiple = RANK_MULTIPLE.get(device.type, 1)
         self.padded_rank = -(-max_rank // multiple) * multiple
         self.batch = AdapterBatch()
-        self.targets: list[AdapterTarget] = []
+        self.layers = SlotMemory(self.padded_rank)
+        self.outer = SlotMemory(self.padded_rank)  # targets outside of the decoder layers
         self.embeddings: list[EmbeddingAdapters] = []
         self.tables: list[TableTarget] = []
-        self.memory = torch.empty(0)  # [slots, values of a slot]
         self.staging: StagingRing | None = None  # None: on a CPU
 
     # ---- registration, while the model is loaded ----
@@ -112,7 +159,8 @@ class AdapterMemory:
             is_expert=num_experts is not None,
             bias=bias,
         )
-        self.targets.append(target)
+        memory = self.layers if prefix else self.outer
+        memory.targets.append(target)
         return adapters
 
     def add_embedding(
@@ -122,7 +170,7 @@ class AdapterMemory:
         num_ids = end_id - first_id
         embedding = EmbeddingAdapters(self.batch, first_id, num_ids, width)
         shard = WeightShard(cols=(first_id, end_id))
-        self.targets.append(
+        self.outer.targets.append(
             AdapterTarget("", name, (width,), vocab, shard, embedding.linear, is_embedding=True)
         )
         self.embeddings.append(embedding)
@@ -146,94 +194,101 @@ class AdapterMemory:
 
     # ---- memory ----
 
+    @property
+    def targets(self) -> list[AdapterTarget]:
+        return self.layers.targets + self.outer.targets
+
+    @property
+    def nbytes(self) -> int:
+        return self.layers.nbytes + self.outer.nbytes
+
     def allocate(self) -> None:
-        """Allocate the memory of all slots, once every target is known."""
-        self.memory = torch.zeros(
-            self.num_slots, self.slot_size(), dtype=self.dtype, device=self.device
-        )
+        """Allocate the slots of the decoder layers, once every target is known."""
+        self.layers.allocate(self.num_slots, self.dtype, self.device)
         if self.device.type == "cuda":
-            self.staging = StagingRing(self.memory[0].nbytes)
-        for target, matrices in zip(self.targets, self.split_slots(self.memory)):
-            target.adapters.bind(*matrices)
-        if self.device.type == "cuda":
+            largest = max(self.layers.slot_size(), self.outer.slot_size())
+            self.staging = StagingRing(largest * self.dtype.itemsize)
             self._allocate_shrunk()
-        for embedding in self.embeddings:
-            low_rank = embedding.linear.matrices
-            assert low_rank is not None
-            embedding.lookup = view_lookup(low_rank.a)
 
     def _allocate_shrunk(self) -> None:
         """Allocate what the programs of fused kernels share.
 
         Layers outside of the decoder layers may run several times in a step.
         """
-        inner = [target.adapters for target in self.targets if target.prefix]
-        if not inner:
+        adapters = [target.adapters for target in self.layers.targets]
+        if not adapters:
             return
         self.batch.num_slots = self.num_slots
         if lora.OVERLAPS_PRODUCTS:
             self.batch.side_stream = torch.cuda.Stream(self.device)
-        sizes = [adapters.num_parts * self.padded_rank for adapters in inner]
+        sizes = [layer.num_parts * self.padded_rank for layer in adapters]
         shrunk = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         self.batch.shrunk = shrunk
-        for adapters, values in zip(inner, shrunk.split(sizes)):
-            adapters.shrunk = values
+        for layer, values in zip(adapters, shrunk.split(sizes)):
+            layer.shrunk = values
 
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
+    def _allocate_outer(self) -> None:
+        """Allocate the slots of the targets outside of the decoder layers."""
+        self.outer.allocate(self.num_slots, self.dtype, self.device)
+        for embedding in self.embeddings:
+            low_rank = embedding.linear.matrices
+            assert low_rank is not None
+            embedding.lookup = view_lookup(low_rank.a)
 
     def step_bytes(self, num_tokens: int) -> int:
         """The bytes that the adapters of a step of that many tokens take besides the base model."""
         # The head has the most outputs, but it runs for the last tokens of sequences only.
-        inner = [target.adapters for target in self.targets if target.prefix]
+        inner = [target.adapters for target in self.layers.targets]
         most_outputs = max((len(adapters.row_parts) for adapters in inner), default=0)
         width = max((adapters.num_parts for adapters in inner), default=0) * self.padded_rank
         return num_tokens * (most_outputs * self.dtype.itemsize + MAX_SPLITS * width * 4)
 
+    def check_outer_memory(self) -> str | None:
+        """Return why there is no room for the targets outside of the decoder layers, if so."""
+        if self.outer.values is not None:
+            return None
+        return self._check_room(
+            self.num_slots * self.outer.slot_size(), "it changes the embedding or the head"
+        )
+
     def check_table_memory(self, target: TableTarget) -> str | None:
         """Return why there is no room for the tables of all slots, if so."""
-        if target.tables.tables is not None or self.device.type != "cuda":
-            return None
         tables = target.tables
-        needed = self.num_slots * tables.num_ids * tables.width * self.dtype.itemsize
+        if tables.tables is not None:
+            return None
+        return self._check_room(
+            self.num_slots * tables.num_ids * tables.width, f"it has a whole table of {target.name}"
+        )
+
+    def _check_room(self, num_values: int, purpose: str) -> str | None:
+        """Return why that many values cannot be allocated, if so."""
+        if self.device.type != "cuda":
+            return None
+        needed = num_values * self.dtype.itemsize
         free, _ = torch.cuda.mem_get_info(self.device)
         if needed <= free:
             return None
         return (
-            f"it has a whole table of {target.name}, for which {self.num_slots} slots need "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; start the server with "
-            "a lower --gpu-memory-utilization or with fewer --max-loras"
+            f"{purpose}, for which {self.num_slots} slots need {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free; start the server with a lower "
+            "--gpu-memory-utilization or with fewer --max-loras"
         )
-
-    def slot_size(self) -> int:
-        """The number of values in one slot."""
-        return sum(
-            align(prod(shape))
-            for target in self.targets
-            for shape in target.adapters.shapes(self.padded_rank)
-        )
-
-    def split_slots(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-        """Return views of A, B and bias of each target, for memory [..., values of a slot]."""
-        views = []
-        first = 0
-        for target in self.targets:
-            matrices = []
-            for shape in target.adapters.shapes(self.padded_rank):
-                part = memory[..., first : first + prod(shape)]
-                matrices.append(part.unflatten(-1, shape))
-                first += align(prod(shape))
-            views.append(tuple(matrices))
-        return views
 
     def load(self, slot: int, adapter: ConvertedAdapter) -> bool:
         """Copy an adapter into a slot, before anything that is queued later.
 
-        Returns whether tables were allocated for it, which steps that were captured do not know.
+        Returns whether memory was allocated for it, which steps that were captured do not know.
         """
-        self._copy(adapter.values, self.memory[slot])
+        assert self.layers.values is not None
+        self._copy(adapter.values, self.layers.values[slot])
         is_first = False
+        if adapter.outer_values is not None and self.outer.values is None:
+            self._allocate_outer()
+            is_first = True
+        if adapter.outer_values is not None and self.outer.values is not None:
+            self._copy(adapter.outer_values, self.outer.values[slot])
+        elif self.outer.values is not None:
+            self.outer.values[slot].zero_()
         for index, target in enumerate(self.tables):
             tables = target.tables
             table = adapter.tables.get(index)

@@ -51,8 +51,8 @@ class LinearAdapters:
 
     @property
     def is_active(self) -> bool:
-        """Whether a row of this step may have an adapter."""
-        return self.batch.slots is not None
+        """Whether a row of this step may have an adapter that changes this layer."""
+        return self.batch.slots is not None and self.matrices is not None
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of A, B and bias in one slot."""
@@ -186,9 +186,9 @@ class EmbeddingAdapters:
         """Change the embeddings x [rows, width] of these tokens, in place."""
         slots = self.batch.slots
         matrices = self.linear.matrices
+        self.tables.replace_embeddings(token_ids, x, pool)
         if slots is None or matrices is None or self.lookup is None:
             return x
-        self.tables.replace_embeddings(token_ids, x, pool)
         rank = self.lookup.shape[2]
         shape = (len(x), rank)
         dtype = torch.float32
