@@ -309,6 +309,7 @@ def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> 
     from bloomery.fusion import ActivationEpilogue, NormPrologue
     from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
     from bloomery.kernels.lora import (
+        SHRUNK_COPIES,
         FusedLora,
         LoraMatrices,
         LoraRows,
@@ -329,7 +330,7 @@ def check_fused(layers: Sequence[tuple[str, int, int, bool]] = FUSED_LAYERS) -> 
         x = torch.randn(1, inputs, device=device).bfloat16()
         norm = NormPrologue("rms", torch.rand(inputs, device=device) + 0.5, None, 1e-5)
         epilogue = ActivationEpilogue("silu", True) if gated else None
-        shrunk = torch.zeros(201, width, device=device)
+        shrunk = torch.zeros(201, SHRUNK_COPIES, width, device=device)
         slots = torch.ones(1, dtype=torch.int32, device=device)
         rows = LoraRows(slots)
         normed = fused_linear_reference(x, torch.eye(inputs, device=device).bfloat16(), None, norm)

@@ -9,6 +9,7 @@ from bloomery.fusion import ActivationEpilogue, NormPrologue, QkTransform, Resid
 from bloomery.kernels.activation import activation_reference, activation_triton
 from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
 from bloomery.kernels.lora import (
+    SHRUNK_COPIES,
     FusedLora,
     LoraMatrices,
     LoraRows,
@@ -167,7 +168,7 @@ def test_an_adapter_fused_with_the_product_equals_reference(
     added = torch.zeros(1, outputs)
     lora_expand_reference(lora_shrink_reference(normed, matrices, rows), matrices, rows, added)
     expected = fused_linear_reference(x, weight, bias + added[0], norm, epilogue)
-    shrunk = torch.zeros(16)
+    shrunk = torch.zeros(SHRUNK_COPIES, 16)
     lora = FusedLora(matrices, rows.slots, shrunk)
     actual = gemv_triton(x, weight, bias, norm, epilogue, lora=lora)
     check_close(actual, expected, torch.float32)

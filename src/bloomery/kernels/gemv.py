@@ -55,6 +55,7 @@ from bloomery.kernels.lora import (
     FusedLora,
     expand_fused,
     load_expand,
+    load_shrunk,
     load_slot_bias,
     locate_shrunk,
     store_shrunk,
@@ -442,7 +443,7 @@ def gemv_kernel(
     lora_parts,  # [ROWS]
     lora_bias,  # [slots, ROWS]
     lora_slots,  # [1]
-    lora_shrunk,  # [LORA_WIDTH]
+    lora_shrunk,  # [SHRUNK_COPIES, LORA_WIDTH]
     lora_a_stride,
     lora_b_stride,
     lora_bias_stride,
@@ -521,8 +522,13 @@ def gemv_kernel(
         lora_row = tl.program_id(0) * (2 * BLOCK_OUT if PAIRED else BLOCK_OUT)
         lora_row += tl.arange(0, BLOCK_OUT)
         lora_slot = tl.load(lora_slots).to(tl.int64)
+        first_part = tl.load(lora_parts + first_row)
+        second_part = tl.load(lora_parts + second_row)
         if tl.program_id(0) < SHRINKS:
-            weight = lora_a + tl.maximum(lora_slot, 0) * lora_a_stride
+            # `volatile` keeps the compiler from loading the slot in all programs: their requests
+            # for weights would wait for it.
+            own_slot = tl.load(lora_slots, volatile=True).to(tl.int64)
+            weight = lora_a + tl.maximum(own_slot, 0) * lora_a_stride
             first_read = tl.minimum(lora_row, LORA_WIDTH - 1)
             second_read = tl.minimum(lora_row + BLOCK_OUT, LORA_WIDTH - 1)
     token = tl.arange(0, TOKENS_POW2)
@@ -534,12 +540,6 @@ def gemv_kernel(
     next_second = next_first
     if PAIRED:
         next_second = load_tile(second_ptr, 0, k, COLUMNS, BLOCK_K, "evict_first")
-    if SHRINKS > 0:  # what is needed after the product
-        first_low = locate_shrunk(first_row, lora_parts, lora_shrunk, RANK, RANK_POW2)
-        first_b = load_expand(first_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2)
-        if PAIRED:
-            second_low = locate_shrunk(second_row, lora_parts, lora_shrunk, RANK, RANK_POW2)
-            second_b = load_expand(second_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2)
     if NUM_EXPERTS == 0:
         wait_for_previous(PDL)
     y = tl.zeros([TOKENS_POW2, BLOCK_OUT, BLOCK_K // VECTOR], tl.float32)
@@ -556,6 +556,19 @@ def gemv_kernel(
                     second_ptr, k0 + BLOCK_K, k, COLUMNS, BLOCK_K, "evict_first"
                 )
         v = load_tile(x_ptr, k0, k, COLUMNS, BLOCK_K, "").to(tl.float32)
+        if SHRINKS > 0 and k0 == 0:
+            # Requested here, these arrive while the weights do. Before x, they would delay it.
+            first_at = locate_shrunk(first_part, lora_shrunk, LORA_WIDTH, RANK, RANK_POW2)
+            first_low = load_shrunk(first_at, RANK, RANK_POW2)
+            first_b = load_expand(first_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2)
+            first_bias = load_slot_bias(lora_bias, lora_slot, lora_bias_stride, first_row)
+            if PAIRED:
+                second_at = locate_shrunk(second_part, lora_shrunk, LORA_WIDTH, RANK, RANK_POW2)
+                second_low = load_shrunk(second_at, RANK, RANK_POW2)
+                second_b = load_expand(
+                    second_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2
+                )
+                second_bias = load_slot_bias(lora_bias, lora_slot, lora_bias_stride, second_row)
         if NORM is not None:
             square_sum += sum_within_thread(v * v, TOKENS_POW2, 1, BLOCK_K, VECTOR)
         if NORM == "layer":
@@ -574,9 +587,9 @@ def gemv_kernel(
                 store_shrunk(y_pair, lora_row + BLOCK_OUT, lora_shrunk, LORA_WIDTH)
             return
         if lora_slot >= 0:
-            y += expand_fused(first_b, first_low, RANK, RANK_POW2)[None, :]
+            y += expand_fused(first_b, first_low, first_at, RANK, RANK_POW2)[None, :]
             if PAIRED:
-                y_pair += expand_fused(second_b, second_low, RANK, RANK_POW2)[None, :]
+                y_pair += expand_fused(second_b, second_low, second_at, RANK, RANK_POW2)[None, :]
     if NORM == "rms":
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
         y = y * inverse_rms
@@ -593,9 +606,9 @@ def gemv_kernel(
         y = y * input_weight
         y_pair = y_pair * input_weight
     if SHRINKS > 0:
-        y += load_slot_bias(lora_bias, lora_slot, lora_bias_stride, first_row)[None, :]
+        y += first_bias[None, :]
         if PAIRED:
-            y_pair += load_slot_bias(lora_bias, lora_slot, lora_bias_stride, second_row)[None, :]
+            y_pair += second_bias[None, :]
     if HAS_BIAS:
         y += tl.load(bias + first_row)[None, :].to(tl.float32)
         if PAIRED:

@@ -23,6 +23,7 @@ import torch
 
 from bloomery.kernels.launch import (
     jit,
+    kernel_constant,
     launch_dependents,
     next_power_of_2,
     pdl_options,
@@ -38,6 +39,10 @@ from bloomery.native.thread_pool import ThreadPool
 MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
 MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
+# Thousands of programs read the shrunk row of a fused kernel, some words at one place of the cache.
+# Copies of it spread them over the cache's slices.
+SHRUNK_COPIES = 32
+NUM_COPIES = kernel_constant(SHRUNK_COPIES)
 OVERLAPS_PRODUCTS = False  # multiply by adapters and by the base weights at the same time
 
 
@@ -102,7 +107,7 @@ class FusedLora(NamedTuple):
 
     matrices: LoraMatrices
     slots: torch.Tensor  # [1] int32
-    shrunk: torch.Tensor  # [parts * rank] float32
+    shrunk: torch.Tensor  # [SHRUNK_COPIES, parts * rank] float32
 
 
 class LoraRows(NamedTuple):
@@ -800,19 +805,31 @@ def uses(active: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 @jit
 def store_shrunk(values, row, shrunk, WIDTH: tl.constexpr):
-    """Store values [1, n] of the shrunk row.
+    """Store values [1, n] of the shrunk row in all copies.
 
     A 0 becomes -0: the value +0 tells the other programs that a value is not there yet.
     """
     column = row[None, :]
-    tl.store(shrunk + column, tl.where(values == 0, -0.0, values), mask=column < WIDTH)
+    copy = tl.arange(0, NUM_COPIES)[:, None]
+    stored = tl.where(values == 0, -0.0, values)
+    tl.store(shrunk + copy * WIDTH + column, stored, mask=(copy >= 0) & (column < WIDTH))
 
 
 @jit
-def locate_shrunk(row, parts, shrunk, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
-    """Return pointers to the values of the shrunk row that these rows of B read: [n, rank]."""
-    r = tl.arange(0, RANK_POW2)
-    return shrunk + tl.load(parts + row)[:, None] * RANK + r[None, :]
+def locate_shrunk(part, shrunk, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+    """Return pointers to the values of the shrunk row that outputs of these parts read: [n, rank].
+
+    Beyond the rank they point to the next part, and nothing reads there.
+    """
+    shrunk += tl.program_id(0) % NUM_COPIES * WIDTH
+    return shrunk + part[:, None] * RANK + tl.arange(0, RANK_POW2)[None, :]
+
+
+@jit
+def load_shrunk(pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+    """Load values of the shrunk row: +0 where one is not there yet."""
+    mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
+    return tl.load(pointer, mask=mask, other=-0.0, volatile=True)
 
 
 @jit
@@ -827,17 +844,15 @@ def load_expand(row, slot, b, slot_stride, RANK: tl.constexpr, RANK_POW2: tl.con
 
 
 @jit
-def expand_fused(b_tile, low_pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+def expand_fused(b_tile, low, low_pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
     """Multiply rows of B by the shrunk row, when it is there: [n], without the norm's scale.
 
     The programs that shrink come first in the grid, so they run already. The limit, some seconds,
     only keeps an error from blocking the device for ever.
     """
-    mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
-    low = tl.load(low_pointer, mask=mask, other=-0.0, volatile=True)
     spins = 0
     while (tl.min((low.to(tl.int32, bitcast=True) != 0).to(tl.int32)) == 0) & (spins < 4000000):
-        low = tl.load(low_pointer, mask=mask, other=-0.0, volatile=True)
+        low = load_shrunk(low_pointer, RANK, RANK_POW2)
         spins += 1
     return tl.sum(b_tile.to(tl.float32) * low, 1)
 

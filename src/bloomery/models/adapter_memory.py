@@ -19,7 +19,7 @@ from math import prod
 import torch
 
 from bloomery.kernels import lora
-from bloomery.kernels.lora import MAX_SPLITS, AdapterBatch
+from bloomery.kernels.lora import MAX_SPLITS, SHRUNK_COPIES, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
@@ -221,11 +221,11 @@ class AdapterMemory:
         self.batch.num_slots = self.num_slots
         if lora.OVERLAPS_PRODUCTS:
             self.batch.side_stream = torch.cuda.Stream(self.device)
-        sizes = [layer.num_parts * self.padded_rank for layer in adapters]
+        sizes = [SHRUNK_COPIES * layer.num_parts * self.padded_rank for layer in adapters]
         shrunk = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         self.batch.shrunk = shrunk
         for layer, values in zip(adapters, shrunk.split(sizes)):
-            layer.shrunk = values
+            layer.shrunk = values.view(SHRUNK_COPIES, -1)
 
     def _allocate_outer(self) -> None:
         """Allocate the slots of the targets outside of the decoder layers."""
