@@ -466,12 +466,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--registered", type=int, default=256)
     parser.add_argument("--slots", type=int, default=32)
-    parser.add_argument("--overlap", action="store_true", help="adapters beside the base product")
     args = parser.parse_args()
-    if args.overlap:
-        from bloomery.kernels import lora
-
-        lora.OVERLAPS_PRODUCTS = True
     if args.command == "check":
         check_kernels()
         check_fused()

@@ -37,13 +37,12 @@ from bloomery.native.thread_pool import ThreadPool
 # Up to this many rows, each adapter of a block of rows gets programs of its own. With more rows,
 # most blocks have one adapter, and a program takes all adapters of its block one after another.
 MAX_PARALLEL_ROWS = 128
-SHRINK_COLUMNS = 256  # columns of A that a program reads at a time
-MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for one row
+SHRINK_COLUMNS = 512  # columns of A that a program multiplies a few rows by
+MAX_SPLITS = 8  # programs among which the columns of A are divided for many rows
 # Thousands of programs read the shrunk row of a fused kernel, some words at one place of the cache.
 # Copies of it spread them over the cache's slices.
 SHRUNK_COPIES = 32
 NUM_COPIES = kernel_constant(SHRUNK_COPIES)
-OVERLAPS_PRODUCTS = False  # multiply by adapters and by the base weights at the same time
 
 
 class AdapterBatch:
@@ -82,10 +81,13 @@ class AdapterBatch:
 
 
 class RowGroups(NamedTuple):
-    """The rows of a step in blocks, each of one adapter; -1: none."""
+    """The rows of a step in blocks, each of one adapter.
 
-    rows: torch.Tensor  # [blocks, rows of a block] int32
-    slots: torch.Tensor  # [blocks] int32
+    Rows without an adapter have blocks of their own, so that kernels reach every row.
+    """
+
+    rows: torch.Tensor  # [blocks, rows of a block] int32; -1: none
+    slots: torch.Tensor  # [blocks] int32; -1: no adapter
 
 
 class LoraMatrices(NamedTuple):
@@ -210,6 +212,12 @@ def block_rows_of(num_rows: int) -> int:
     return 16 if num_rows <= MAX_PARALLEL_ROWS else 64
 
 
+def count_splits(num_rows: int, inputs: int) -> int:
+    """Return among how many programs the columns of A are divided."""
+    splits = -(-inputs // SHRINK_COLUMNS)
+    return splits if num_rows <= MAX_PARALLEL_ROWS else min(MAX_SPLITS, splits)
+
+
 class RowBlocks(NamedTuple):
     """How the rows of a product are divided among programs."""
 
@@ -227,11 +235,16 @@ class RowBlocks(NamedTuple):
         return cls(size, parallel, -(-num_rows // size) * parallel)
 
 
+def count_blocks(num_rows: int, num_slots: int) -> int:
+    """Return how many blocks rows may need that have any of the slots, or none."""
+    return num_rows // block_rows_of(num_rows) + min(num_slots + 1, num_rows)
+
+
 def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
     """Group the rows by their slot: slots [rows] int32, -1 for none. Needs Triton."""
     num_rows = len(slots)
     size = block_rows_of(num_rows)
-    num_blocks = num_rows // size + min(num_slots, num_rows)
+    num_blocks = count_blocks(num_rows, num_slots)
     rows = torch.empty(num_blocks, size, dtype=torch.int32, device=slots.device)
     block_slots = torch.empty(num_blocks, dtype=torch.int32, device=slots.device)
     group_rows_kernel[(num_slots + 1,)](
@@ -241,7 +254,7 @@ def group_rows(slots: torch.Tensor, num_slots: int) -> RowGroups:
         num_rows,
         num_blocks,
         num_slots,
-        SLOTS_POW2=next_power_of_2(num_slots),
+        GROUPS_POW2=next_power_of_2(num_slots + 1),
         SIZE=size,
         WIDTH=min(256, max(16, next_power_of_2(num_rows))),
         num_warps=4,
@@ -254,11 +267,11 @@ def group_rows_reference(slots: torch.Tensor, num_slots: int) -> RowGroups:
     """The same as `group_rows`, in torch."""
     num_rows = len(slots)
     size = block_rows_of(num_rows)
-    num_blocks = num_rows // size + min(num_slots, num_rows)
+    num_blocks = count_blocks(num_rows, num_slots)
     rows = torch.full((num_blocks, size), -1, dtype=torch.int32)
     block_slots = torch.full((num_blocks,), -1, dtype=torch.int32)
     block = 0
-    for slot in range(num_slots):
+    for slot in (*range(num_slots), -1):
         own = (slots == slot).nonzero()[:, 0]
         count = -(-len(own) // size)
         rows[block : block + count].view(-1)[: len(own)] = own.int()
@@ -275,49 +288,56 @@ def group_rows_kernel(
     num_rows,
     num_blocks,
     num_slots,
-    SLOTS_POW2: tl.constexpr,
+    GROUPS_POW2: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program places the rows of one slot; the last one marks the blocks that are not used."""
+    """One program places the rows of one slot.
+
+    The last one places the rows without an adapter, and marks the blocks that are not used.
+    """
     # Without `launch_dependents`: later kernels read the groups before their own wait.
     wait_for_previous(PDL)
     own = tl.program_id(0)
-    s = tl.arange(0, SLOTS_POW2)
-    counts = tl.zeros([SLOTS_POW2], tl.int32)
+    own_slot = tl.where(own == num_slots, -1, own)
+    group = tl.arange(0, GROUPS_POW2)
+    counts = tl.zeros([GROUPS_POW2], tl.int32)
     for start in range(0, num_rows, WIDTH):
         row = start + tl.arange(0, WIDTH)
-        slot = tl.load(slots + row, mask=row < num_rows, other=-1)
-        counts += tl.sum((slot[None, :] == s[:, None]).to(tl.int32), 1)
+        is_row = row < num_rows
+        slot = tl.load(slots + row, mask=is_row, other=-1)
+        row_group = tl.where(slot < 0, num_slots, slot)
+        is_own = is_row[None, :] & (row_group[None, :] == group[:, None])
+        counts += tl.sum(is_own.to(tl.int32), 1)
     blocks = (counts + SIZE - 1) // SIZE
-    first = tl.sum(tl.where(s < own, blocks, 0), 0)
+    first = tl.sum(tl.where(group < own, blocks, 0), 0)
+    count = tl.sum(tl.where(group == own, counts, 0), 0)
+    end = first + (count + SIZE - 1) // SIZE
+    place = first * SIZE
+    for start in range(0, num_rows, WIDTH):
+        row = start + tl.arange(0, WIDTH)
+        slot = tl.load(slots + row, mask=row < num_rows, other=-2)
+        is_own = slot == own_slot
+        index = place + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(rows + index, row, mask=is_own)
+        place += tl.sum(is_own.to(tl.int32), 0)
+    filler = place + tl.arange(0, SIZE)
+    tl.store(rows + filler, -1, mask=filler < end * SIZE)
     if own == num_slots:
-        for start in range(first, num_blocks, WIDTH):
-            block = start + tl.arange(0, WIDTH)
-            tl.store(block_slots + block, -1, mask=block < num_blocks)
-    else:
-        count = tl.sum(tl.where(s == own, counts, 0), 0)
-        num_own = (count + SIZE - 1) // SIZE
-        place = first * SIZE
-        for start in range(0, num_rows, WIDTH):
-            row = start + tl.arange(0, WIDTH)
-            is_own = tl.load(slots + row, mask=row < num_rows, other=-1) == own
-            index = place + tl.cumsum(is_own.to(tl.int32), 0) - 1
-            tl.store(rows + index, row, mask=is_own)
-            place += tl.sum(is_own.to(tl.int32), 0)
-        filler = place + tl.arange(0, SIZE)
-        tl.store(rows + filler, -1, mask=filler < (first + num_own) * SIZE)
-        for start in range(0, num_own, WIDTH):
-            block = start + tl.arange(0, WIDTH)
-            tl.store(block_slots + first + block, own, mask=block < num_own)
+        for start in range(end * SIZE, num_blocks * SIZE, WIDTH):
+            index = start + tl.arange(0, WIDTH)
+            tl.store(rows + index, -1, mask=index < num_blocks * SIZE)
+        end = num_blocks
+    for start in range(first, end, WIDTH):
+        block = start + tl.arange(0, WIDTH)
+        tl.store(block_slots + block, own_slot, mask=block < end)
 
 
 def lora_shrink_triton(
     x: torch.Tensor,
     matrices: LoraMatrices,
     rows: LoraRows,
-    splits: int | None = None,
     joins: bool = False,
 ) -> torch.Tensor:
     """Run the kernel: partial sums [splits, rows, parts * rank].
@@ -327,9 +347,7 @@ def lora_shrink_triton(
     x = x.contiguous()
     num_rows, inputs = x.shape
     num_slots, num_experts, width, _ = matrices.a.shape
-    if splits is None:
-        most = 2 * MAX_SPLITS if num_rows == 1 else MAX_SPLITS
-        splits = min(most, -(-inputs // SHRINK_COLUMNS))
+    splits = count_splits(num_rows, inputs)
     out = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
     blocks = RowBlocks.of(rows, num_rows, num_slots * num_experts)
     block_width = 16 if num_rows <= MAX_PARALLEL_ROWS else min(64, next_power_of_2(width))
@@ -355,6 +373,7 @@ def lora_shrink_triton(
         BLOCK_ROWS=blocks.size,
         BLOCK_WIDTH=block_width,
         BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
+        ONE_TILE=num_rows <= MAX_PARALLEL_ROWS,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
         **pdl_options(x.device, joins),
@@ -472,10 +491,10 @@ def locate_rows(
     if GROUPED:
         block = tl.program_id(0)
         slot = tl.load(group_slots + block)
-        count = tl.where(slot >= 0, 1, 0)
-        row = tl.load(group_rows + block * BLOCK_ROWS + i, mask=i < count * BLOCK_ROWS, other=-1)
+        row = tl.load(group_rows + block * BLOCK_ROWS + i)
         matrix = tl.where(row >= 0, slot, -1)
-        number = tl.where(row >= 0, 0, -1)
+        number = tl.where(matrix >= 0, 0, -1)
+        count = tl.where(slot >= 0, 1, 0)
     else:
         row = tl.program_id(0) // PARALLEL * BLOCK_ROWS + i
         matrix = load_matrix_ids(
@@ -507,6 +526,7 @@ def lora_shrink_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -530,11 +550,26 @@ def lora_shrink_kernel(
     column = tl.program_id(1) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
     is_column = column < WIDTH
     split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
-    per_split = tl.cdiv(tl.cdiv(INPUTS, BLOCK_IN), num_splits) * BLOCK_IN
-    first_in = split * per_split
-    end_in = tl.minimum(first_in + per_split, INPUTS)
+    out += split.to(tl.int64) * num_rows * WIDTH
     k = tl.arange(0, BLOCK_IN)
+    if ONE_TILE:
+        first_in = split * BLOCK_IN
+        end_in = tl.minimum(first_in + BLOCK_IN, INPUTS)
+    else:
+        per_split = tl.cdiv(tl.cdiv(INPUTS, BLOCK_IN), tl.num_programs(2)) * BLOCK_IN
+        first_in = split * per_split
+        end_in = tl.minimum(first_in + per_split, INPUTS)
+    if GROUPED and ONE_TILE:
+        # The groups are known and A does not change in a step, so A arrives during the wait.
+        slot = tl.max(matrix, 0).to(tl.int64)
+        a_tile = load_shrink_tile(
+            a + tl.maximum(slot, 0) * slot_stride, column, first_in + k, is_column, end_in, INPUTS
+        )
+        wait_for_previous(PDL)
+        x_tile = load_rows(x, row, matrix >= 0, first_in + k, end_in, INPUTS)
+        total = tl.dot(x_tile, tl.trans(a_tile), input_precision=PRECISION)
+        store_rows(out, row, matrix >= 0, column, is_column, total, WIDTH)
+        return
     if not HAS_EXPERTS:
         wait_for_previous(PDL)
     for current in range(tl.program_id(0) % PARALLEL, count, PARALLEL):
@@ -543,20 +578,32 @@ def lora_shrink_kernel(
         own_a = a + own // NUM_EXPERTS * slot_stride + own % NUM_EXPERTS * expert_stride
         total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
         for start in range(first_in, end_in, BLOCK_IN):
-            is_input = start + k < end_in
-            a_tile = tl.load(
-                own_a + column[:, None] * INPUTS + (start + k)[None, :],
-                mask=is_column[:, None] & is_input[None, :],
-                other=0.0,
-            )
-            x_tile = tl.load(
-                x + row.to(tl.int64)[:, None] * INPUTS + (start + k)[None, :],
-                mask=is_own[:, None] & is_input[None, :],
-                other=0.0,
-            )
+            a_tile = load_shrink_tile(own_a, column, start + k, is_column, end_in, INPUTS)
+            x_tile = load_rows(x, row, is_own, start + k, end_in, INPUTS)
             total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision=PRECISION)
-        offset = (split * num_rows + row).to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tl.store(out + offset, total, mask=is_own[:, None] & is_column[None, :])
+        store_rows(out, row, is_own, column, is_column, total, WIDTH)
+
+
+@jit
+def load_shrink_tile(a, column, k, is_column, end_in, INPUTS: tl.constexpr):
+    """Load a tile of A: [columns, k]."""
+    mask = is_column[:, None] & (k < end_in)[None, :]
+    return tl.load(a + column[:, None] * INPUTS + k[None, :], mask=mask, other=0.0)
+
+
+@jit
+def load_rows(x, row, is_own, k, end_in, INPUTS: tl.constexpr):
+    """Load columns k of some rows of x: [rows, k]."""
+    mask = is_own[:, None] & (k < end_in)[None, :]
+    return tl.load(x + row.to(tl.int64)[:, None] * INPUTS + k[None, :], mask=mask, other=0.0)
+
+
+@jit
+def store_rows(out, row, is_own, column, is_column, values, WIDTH: tl.constexpr):
+    """Store values [rows, columns] of some rows."""
+    mask = is_own[:, None] & is_column[None, :]
+    offset = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(out + offset, values.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -622,52 +669,111 @@ def lora_expand_kernel(
     base = tl.zeros([BLOCK_OUT], tl.float32)
     if HAS_START:
         base = tl.load(start + output, mask=is_output, other=0.0).to(tl.float32)
-    offset = row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+    if GROUPED:
+        # The groups are known and B does not change in a step, so B arrives during the wait.
+        slot = tl.max(matrix, 0).to(tl.int64)
+        is_own = matrix >= 0
+        own_rank = tl.where(slot >= 0, RANK, 0)
+        used_slot = tl.maximum(slot, 0)
+        b_tile = load_expand_tile(b + used_slot * slot_stride, output, r, is_output, own_rank, RANK)
+        if HAS_BIAS:
+            own_bias = tl.load(bias + used_slot * bias_stride + output, mask=is_output, other=0.0)
+            base += tl.where(slot >= 0, own_bias.to(tl.float32), 0.0)
+        wait_for_previous(PDL)
+        is_stored = row >= 0
+        total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32) + base[None, :]
+        if ACCUMULATES:
+            is_stored = is_own
+            total += load_rows(y, row, is_own, output, OUTPUTS, OUTPUTS).to(tl.float32)
+        for current_part in range(first_part, tl.where(slot >= 0, last_part + 1, first_part)):
+            total = add_expanded(
+                total,
+                shrunk,
+                b_tile,
+                part,
+                current_part,
+                row,
+                is_own,
+                r,
+                num_rows,
+                WIDTH,
+                RANK,
+                SPLITS,
+                PRECISION,
+            )
+        store_rows(y, row, is_stored, output, is_output, total, OUTPUTS)
+        return
     if not HAS_EXPERTS:
         wait_for_previous(PDL)
     if not ACCUMULATES:  # noqa: SIM102 (one condition is constant)
         if tl.program_id(0) % PARALLEL == 0:
             is_free = (matrix < 0) & (row < num_rows)
             values = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32) + base[None, :]
-            tl.store(
-                y + offset,
-                values.to(y.dtype.element_ty),
-                mask=is_free[:, None] & is_output[None, :],
-            )
+            store_rows(y, row, is_free, output, is_output, values, OUTPUTS)
     for current in range(tl.program_id(0) % PARALLEL, count, PARALLEL):
         is_own = number == current
         own = tl.max(tl.where(is_own, matrix, -1), 0).to(tl.int64)
         slot = own // NUM_EXPERTS
         own_b = b + slot * slot_stride + own % NUM_EXPERTS * expert_stride
-        mask = is_own[:, None] & is_output[None, :]
-        b_tile = tl.load(
-            own_b + output[:, None] * RANK + r[None, :],
-            mask=is_output[:, None] & (r < RANK)[None, :],
-            other=0.0,
-        )
+        b_tile = load_expand_tile(own_b, output, r, is_output, RANK, RANK)
         total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32) + base[None, :]
         if ACCUMULATES:
-            total += tl.load(y + offset, mask=mask, other=0.0).to(tl.float32)
+            total += load_rows(y, row, is_own, output, OUTPUTS, OUTPUTS).to(tl.float32)
         if HAS_BIAS:
             own_bias = tl.load(bias + slot * bias_stride + output, mask=is_output, other=0.0)
             total += own_bias.to(tl.float32)[None, :]
         for current_part in range(first_part, last_part + 1):
-            column = current_part * RANK + r
-            low = tl.zeros([BLOCK_ROWS, RANK_POW2], tl.float32)
-            for split in tl.static_range(SPLITS):
-                low += tl.load(
-                    shrunk
-                    + (split * num_rows + row).to(tl.int64)[:, None] * WIDTH
-                    + column[None, :],
-                    mask=is_own[:, None] & (r < RANK)[None, :],
-                    other=0.0,
-                )
-            own_tile = tl.where((part == current_part)[:, None], b_tile, 0.0)
-            own_tile = own_tile.to(b_tile.dtype)
-            total = tl.dot(
-                low.to(b_tile.dtype), tl.trans(own_tile), total, input_precision=PRECISION
+            total = add_expanded(
+                total,
+                shrunk,
+                b_tile,
+                part,
+                current_part,
+                row,
+                is_own,
+                r,
+                num_rows,
+                WIDTH,
+                RANK,
+                SPLITS,
+                PRECISION,
             )
-        tl.store(y + offset, total.to(y.dtype.element_ty), mask=mask)
+        store_rows(y, row, is_own, output, is_output, total, OUTPUTS)
+
+
+@jit
+def load_expand_tile(b, output, r, is_output, used_rank, RANK: tl.constexpr):
+    """Load a tile of B: [outputs, rank]."""
+    mask = is_output[:, None] & (r < used_rank)[None, :]
+    return tl.load(b + output[:, None] * RANK + r[None, :], mask=mask, other=0.0)
+
+
+@jit
+def add_expanded(
+    total,  # [rows, outputs]
+    shrunk,  # [SPLITS, num_rows, WIDTH]
+    b_tile,  # [outputs, rank]
+    part,  # of each output
+    current_part,
+    row,
+    is_own,
+    r,
+    num_rows,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the total and B times the shrunk rows, for the outputs of one part."""
+    mask = is_own[:, None] & (r < RANK)[None, :]
+    column = (current_part * RANK + r)[None, :]
+    offset = row.to(tl.int64)[:, None] * WIDTH + column
+    low = tl.load(shrunk + offset, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        first = split * num_rows.to(tl.int64) * WIDTH
+        low += tl.load(shrunk + first + offset, mask=mask, other=0.0)
+    own_tile = tl.where((part == current_part)[:, None], b_tile, 0.0).to(b_tile.dtype)
+    return tl.dot(low.to(b_tile.dtype), tl.trans(own_tile), total, input_precision=PRECISION)
 
 
 def lora_lookup(
@@ -826,10 +932,13 @@ def locate_shrunk(part, shrunk, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PO
 
 
 @jit
-def load_shrunk(pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
-    """Load values of the shrunk row: +0 where one is not there yet."""
+def load_shrunk(pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr, PASSES_CACHE: tl.constexpr):
+    """Load values of the shrunk row: +0 where one is not there yet.
+
+    Only a load that passes the first-level cache is sure to see it when it is there.
+    """
     mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
-    return tl.load(pointer, mask=mask, other=-0.0, volatile=True)
+    return tl.load(pointer, mask=mask, other=-0.0, volatile=PASSES_CACHE)
 
 
 @jit
@@ -852,7 +961,7 @@ def expand_fused(b_tile, low, low_pointer, RANK: tl.constexpr, RANK_POW2: tl.con
     """
     spins = 0
     while (tl.min((low.to(tl.int32, bitcast=True) != 0).to(tl.int32)) == 0) & (spins < 4000000):
-        low = load_shrunk(low_pointer, RANK, RANK_POW2)
+        low = load_shrunk(low_pointer, RANK, RANK_POW2, True)
         spins += 1
     return tl.sum(b_tile.to(tl.float32) * low, 1)
 

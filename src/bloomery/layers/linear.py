@@ -182,12 +182,17 @@ class LinearLayer:
         if len(normed) == 1 and normed.is_cuda:
             bias = adapters.as_bias(normed, self.bias)
             return LinearLayer(self.matrix, bias)(normed, None, epilogue)
-        if normed.is_cuda and adapters.batch.side_stream is not None:
-            y, added = adapters.multiply_both(
-                normed, partial(self.matrix.linear, bias=self.bias), adapters.batch.side_stream
-            )
+        side = adapters.batch.side_stream
+        if side is not None and isinstance(epilogue, ActivationEpilogue | QkvEpilogue):
+            # These epilogues are kernels of their own, which add a second part for nothing.
+            multiply = partial(self.matrix.linear, bias=self.bias)
+            y, added = adapters.multiply_both(normed, multiply, side)
             return apply_epilogue_to_sum(y, added, epilogue)
-        y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
+        # Before the product, the shrink starts while the kernel before it ends.
+        shrunk = adapters.shrink(normed, self.pool)
+        y = self.matrix.linear(normed, self.bias)
+        if shrunk is not None:
+            adapters.expand(shrunk, y, self.pool)
         return apply_epilogue(y, epilogue, self.pool)
 
     def _run_fused(
@@ -268,17 +273,13 @@ def apply_epilogue(
 def apply_epilogue_to_sum(
     y: torch.Tensor,
     added: torch.Tensor,
-    epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
-) -> ResidualStream:
+    epilogue: ActivationEpilogue | QkvEpilogue,
+) -> torch.Tensor:
     """Run an epilogue after a product of two parts, which it adds. On a GPU."""
-    match epilogue:
-        case AddResidual(residual, scale):
-            return DeferredAdd(materialize(residual), y, scale, added=added)
-        case ActivationEpilogue():
-            return apply_activation(y, epilogue, added)
-        case QkvEpilogue(kv_cache, slot_mapping, transform, gate):
-            return apply_rope_and_cache(y, kv_cache, slot_mapping, transform, gate, added)
-    return y + added
+    if isinstance(epilogue, ActivationEpilogue):
+        return apply_activation(y, epilogue, added)
+    kv_cache, slot_mapping, transform, gate = epilogue
+    return apply_rope_and_cache(y, kv_cache, slot_mapping, transform, gate, added)
 
 
 def add_normed(

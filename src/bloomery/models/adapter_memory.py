@@ -18,8 +18,13 @@ from math import prod
 
 import torch
 
-from bloomery.kernels import lora
-from bloomery.kernels.lora import MAX_SPLITS, SHRUNK_COPIES, AdapterBatch
+from bloomery.kernels.lora import (
+    MAX_PARALLEL_ROWS,
+    MAX_SPLITS,
+    SHRUNK_COPIES,
+    AdapterBatch,
+    count_splits,
+)
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
@@ -219,8 +224,7 @@ class AdapterMemory:
         if not adapters:
             return
         self.batch.num_slots = self.num_slots
-        if lora.OVERLAPS_PRODUCTS:
-            self.batch.side_stream = torch.cuda.Stream(self.device)
+        self.batch.side_stream = torch.cuda.Stream(self.device)
         sizes = [SHRUNK_COPIES * layer.num_parts * self.padded_rank for layer in adapters]
         shrunk = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         self.batch.shrunk = shrunk
@@ -241,7 +245,11 @@ class AdapterMemory:
         inner = [target.adapters for target in self.layers.targets]
         most_outputs = max((len(adapters.row_parts) for adapters in inner), default=0)
         width = max((adapters.num_parts for adapters in inner), default=0) * self.padded_rank
-        return num_tokens * (most_outputs * self.dtype.itemsize + MAX_SPLITS * width * 4)
+        most_splits = max((count_splits(1, adapters.inputs) for adapters in inner), default=0)
+        partial_sums = max(
+            num_tokens * MAX_SPLITS, min(num_tokens, MAX_PARALLEL_ROWS) * most_splits
+        )
+        return num_tokens * most_outputs * self.dtype.itemsize + partial_sums * width * 4
 
     def check_outer_memory(self) -> str | None:
         """Return why there is no room for the targets outside of the decoder layers, if so."""

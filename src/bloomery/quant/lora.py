@@ -80,11 +80,33 @@ class LinearAdapters:
 
         experts [tokens, choices]: the expert of each row, for adapters of experts.
         """
+        shrunk = self.shrink(x, pool, experts)
+        return y if shrunk is None else self.expand(shrunk, y, pool, experts)
+
+    def shrink(
+        self,
+        x: torch.Tensor,
+        pool: ThreadPool | None = None,
+        experts: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Return what `expand` needs of x; None if no row has an adapter of this layer."""
         slots = self.batch.slots
         if slots is None or self.matrices is None:
-            return y
+            return None
         rows = LoraRows(slots, experts, self.batch.groups)
-        shrunk = lora_shrink(x, self.matrices, rows, pool)
+        return lora_shrink(x, self.matrices, rows, pool)
+
+    def expand(
+        self,
+        shrunk: torch.Tensor,
+        y: torch.Tensor,
+        pool: ThreadPool | None = None,
+        experts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add the adapters' part to y [rows, out], in place."""
+        slots = self.batch.slots
+        assert slots is not None and self.matrices is not None
+        rows = LoraRows(slots, experts, self.batch.groups)
         lora_expand(shrunk, self.matrices, rows, y, pool)
         return y
 
@@ -105,9 +127,9 @@ class LinearAdapters:
         main = torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            added = x.new_zeros(len(x), len(self.row_parts))
+            added = x.new_empty(len(x), len(self.row_parts))
             shrunk = lora_shrink_triton(x, self.matrices, rows, joins=True)
-            lora_expand_triton(shrunk, self.matrices, rows, added)
+            lora_expand_triton(shrunk, self.matrices, rows, added, accumulates=False)
         y = multiply(x)
         main.wait_stream(side)
         return y, added
