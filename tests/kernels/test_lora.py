@@ -106,6 +106,11 @@ def test_kernels_equal_reference(
     lora_expand_reference(expected_low, matrices, rows, expected)
     lora_expand_triton(partial, matrices, rows, y)
     check_close(y, expected, dtype)
+    expected = torch.zeros_like(y)
+    lora_expand_reference(expected_low, matrices, rows, expected)
+    y = torch.full_like(y, float("nan"))
+    lora_expand_triton(partial, matrices, rows, y, accumulates=False)
+    check_close(y, expected, dtype)
     assert used.any() and (num_rows == 1 or not used.all())
 
 
