@@ -559,12 +559,12 @@ def gemv_kernel(
         if SHRINKS > 0 and k0 == 0:
             # Requested here, these arrive while the weights do. Before x, they would delay it.
             first_at = locate_shrunk(first_part, lora_shrunk, LORA_WIDTH, RANK, RANK_POW2)
-            first_low = load_shrunk(first_at, RANK, RANK_POW2, False)
+            first_low = load_shrunk(first_at, RANK, RANK_POW2)
             first_b = load_expand(first_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2)
             first_bias = load_slot_bias(lora_bias, lora_slot, lora_bias_stride, first_row)
             if PAIRED:
                 second_at = locate_shrunk(second_part, lora_shrunk, LORA_WIDTH, RANK, RANK_POW2)
-                second_low = load_shrunk(second_at, RANK, RANK_POW2, False)
+                second_low = load_shrunk(second_at, RANK, RANK_POW2)
                 second_b = load_expand(
                     second_row, lora_slot, lora_b, lora_b_stride, RANK, RANK_POW2
                 )

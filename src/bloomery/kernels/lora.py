@@ -37,11 +37,11 @@ from bloomery.native.thread_pool import ThreadPool
 # Up to this many rows, each adapter of a block of rows gets programs of its own. With more rows,
 # most blocks have one adapter, and a program takes all adapters of its block one after another.
 MAX_PARALLEL_ROWS = 128
-SHRINK_COLUMNS = 512  # columns of A that a program multiplies a few rows by
+SHRINK_COLUMNS = 512  # columns of A that a program reads at a time for a few rows
 MAX_SPLITS = 8  # programs among which the columns of A are divided for many rows
 # Thousands of programs read the shrunk row of a fused kernel, some words at one place of the cache.
 # Copies of it spread them over the cache's slices.
-SHRUNK_COPIES = 32
+SHRUNK_COPIES = 8
 NUM_COPIES = kernel_constant(SHRUNK_COPIES)
 
 
@@ -388,10 +388,12 @@ def lora_expand_triton(
     y: torch.Tensor,
     start: torch.Tensor | None = None,
     accumulates: bool = True,
+    joins: bool = False,
 ) -> None:
     """Run the kernel: shrunk has partial sums [splits, rows, parts * rank].
 
     With `accumulates` the products are added to y; otherwise y becomes start [out] + products.
+    `joins`: it follows work of another stream.
     """
     num_slots, num_experts, outputs, rank = matrices.b.shape
     splits, num_rows, width = shrunk.shape
@@ -433,7 +435,7 @@ def lora_expand_triton(
         BLOCK_OUT=block_out,
         PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
         num_warps=4,
-        **pdl_options(y.device),
+        **pdl_options(y.device, joins),
     )
 
 
@@ -767,11 +769,10 @@ def add_expanded(
     """Return the total and B times the shrunk rows, for the outputs of one part."""
     mask = is_own[:, None] & (r < RANK)[None, :]
     column = (current_part * RANK + r)[None, :]
-    offset = row.to(tl.int64)[:, None] * WIDTH + column
-    low = tl.load(shrunk + offset, mask=mask, other=0.0)
+    low = tl.load(shrunk + row.to(tl.int64)[:, None] * WIDTH + column, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
-        first = split * num_rows.to(tl.int64) * WIDTH
-        low += tl.load(shrunk + first + offset, mask=mask, other=0.0)
+        split_row = (split * num_rows + row).to(tl.int64)[:, None]
+        low += tl.load(shrunk + split_row * WIDTH + column, mask=mask, other=0.0)
     own_tile = tl.where((part == current_part)[:, None], b_tile, 0.0).to(b_tile.dtype)
     return tl.dot(low.to(b_tile.dtype), tl.trans(own_tile), total, input_precision=PRECISION)
 
@@ -932,13 +933,10 @@ def locate_shrunk(part, shrunk, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_PO
 
 
 @jit
-def load_shrunk(pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr, PASSES_CACHE: tl.constexpr):
-    """Load values of the shrunk row: +0 where one is not there yet.
-
-    Only a load that passes the first-level cache is sure to see it when it is there.
-    """
+def load_shrunk(pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+    """Load values of the shrunk row: +0 where one is not there yet."""
     mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
-    return tl.load(pointer, mask=mask, other=-0.0, volatile=PASSES_CACHE)
+    return tl.load(pointer, mask=mask, other=-0.0, volatile=True)
 
 
 @jit
@@ -961,7 +959,7 @@ def expand_fused(b_tile, low, low_pointer, RANK: tl.constexpr, RANK_POW2: tl.con
     """
     spins = 0
     while (tl.min((low.to(tl.int32, bitcast=True) != 0).to(tl.int32)) == 0) & (spins < 4000000):
-        low = load_shrunk(low_pointer, RANK, RANK_POW2, True)
+        low = load_shrunk(low_pointer, RANK, RANK_POW2)
         spins += 1
     return tl.sum(b_tile.to(tl.float32) * low, 1)
 

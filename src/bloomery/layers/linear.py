@@ -183,16 +183,14 @@ class LinearLayer:
             bias = adapters.as_bias(normed, self.bias)
             return LinearLayer(self.matrix, bias)(normed, None, epilogue)
         side = adapters.batch.side_stream
-        if side is not None and isinstance(epilogue, ActivationEpilogue | QkvEpilogue):
-            # These epilogues are kernels of their own, which add a second part for nothing.
+        if side is not None and epilogue is not None:
+            # The kernel that runs the epilogue adds the second part for nothing. Products before a
+            # residual are narrow and long and are spread over all processors.
             multiply = partial(self.matrix.linear, bias=self.bias)
-            y, added = adapters.multiply_both(normed, multiply, side)
+            shrinks_first = isinstance(epilogue, AddResidual)
+            y, added = adapters.multiply_beside(normed, multiply, side, shrinks_first)
             return apply_epilogue_to_sum(y, added, epilogue)
-        # Before the product, the shrink starts while the kernel before it ends.
-        shrunk = adapters.shrink(normed, self.pool)
-        y = self.matrix.linear(normed, self.bias)
-        if shrunk is not None:
-            adapters.expand(shrunk, y, self.pool)
+        y = adapters.add(normed, self.matrix.linear(normed, self.bias), self.pool)
         return apply_epilogue(y, epilogue, self.pool)
 
     def _run_fused(
@@ -273,13 +271,16 @@ def apply_epilogue(
 def apply_epilogue_to_sum(
     y: torch.Tensor,
     added: torch.Tensor,
-    epilogue: ActivationEpilogue | QkvEpilogue,
-) -> torch.Tensor:
+    epilogue: AddResidual | ActivationEpilogue | QkvEpilogue,
+) -> ResidualStream:
     """Run an epilogue after a product of two parts, which it adds. On a GPU."""
-    if isinstance(epilogue, ActivationEpilogue):
-        return apply_activation(y, epilogue, added)
-    kv_cache, slot_mapping, transform, gate = epilogue
-    return apply_rope_and_cache(y, kv_cache, slot_mapping, transform, gate, added)
+    match epilogue:
+        case AddResidual(residual, scale):
+            return DeferredAdd(materialize(residual), y, scale, added=added)
+        case ActivationEpilogue():
+            return apply_activation(y, epilogue, added)
+        case QkvEpilogue(kv_cache, slot_mapping, transform, gate):
+            return apply_rope_and_cache(y, kv_cache, slot_mapping, transform, gate, added)
 
 
 def add_normed(

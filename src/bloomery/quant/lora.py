@@ -80,43 +80,25 @@ class LinearAdapters:
 
         experts [tokens, choices]: the expert of each row, for adapters of experts.
         """
-        shrunk = self.shrink(x, pool, experts)
-        return y if shrunk is None else self.expand(shrunk, y, pool, experts)
-
-    def shrink(
-        self,
-        x: torch.Tensor,
-        pool: ThreadPool | None = None,
-        experts: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Return what `expand` needs of x; None if no row has an adapter of this layer."""
         slots = self.batch.slots
         if slots is None or self.matrices is None:
-            return None
+            return y
         rows = LoraRows(slots, experts, self.batch.groups)
-        return lora_shrink(x, self.matrices, rows, pool)
-
-    def expand(
-        self,
-        shrunk: torch.Tensor,
-        y: torch.Tensor,
-        pool: ThreadPool | None = None,
-        experts: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Add the adapters' part to y [rows, out], in place."""
-        slots = self.batch.slots
-        assert slots is not None and self.matrices is not None
-        rows = LoraRows(slots, experts, self.batch.groups)
+        shrunk = lora_shrink(x, self.matrices, rows, pool)
         lora_expand(shrunk, self.matrices, rows, y, pool)
         return y
 
-    def multiply_both(
+    def multiply_beside(
         self,
         x: torch.Tensor,
         multiply: Callable[[torch.Tensor], torch.Tensor],
         side: torch.cuda.Stream,
+        shrinks_first: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return multiply(x) and the adapters' part, which stream `side` computes meanwhile.
+
+        The base product is queued first, so the adapters use the processors that it leaves idle.
+        If it leaves none, with `shrinks_first` only the expand has to wait for them.
 
         Memory that one stream has allocated is used again only on that stream, and each of them
         waits for the other before the next product. So nothing is overwritten too early.
@@ -125,12 +107,16 @@ class LinearAdapters:
         assert slots is not None and self.matrices is not None
         rows = LoraRows(slots, None, self.batch.groups)
         main = torch.cuda.current_stream()
-        side.wait_stream(main)
+        shrunk = lora_shrink_triton(x, self.matrices, rows) if shrinks_first else None
+        fork = main.record_event()
+        y = multiply(x)
+        side.wait_event(fork)
         with torch.cuda.stream(side):
             added = x.new_empty(len(x), len(self.row_parts))
-            shrunk = lora_shrink_triton(x, self.matrices, rows, joins=True)
-            lora_expand_triton(shrunk, self.matrices, rows, added, accumulates=False)
-        y = multiply(x)
+            joins = shrunk is not None
+            if shrunk is None:
+                shrunk = lora_shrink_triton(x, self.matrices, rows, joins=True)
+            lora_expand_triton(shrunk, self.matrices, rows, added, accumulates=False, joins=joins)
         main.wait_stream(side)
         return y, added
 
