@@ -113,15 +113,22 @@ MEASURED_TILINGS: Mapping[tuple[int, int], GemvTiling] = {
     (250880, 4096): GemvTiling(8, 2048, 4),
 }
 
+# The same with an adapter, where another one is faster.
+MEASURED_LORA_TILINGS: Mapping[tuple[int, int], GemvTiling] = {
+    (4096, 4096): GemvTiling(4, 1024, 4),
+}
+
 
 def select_gemv_tiling(
-    rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1
+    rows: int, columns: int, paired: bool, itemsize: int, tokens: int = 1, has_lora: bool = False
 ) -> GemvTiling:
     """Choose the tiling for a weight [rows, columns]: the measured one, or one by rule.
 
     By rule a program reads four weight rows at a time, 128 bytes per thread, in tiles that end
     where the row ends. Several tokens need registers for their sums, so they get half the bytes.
     """
+    if has_lora and itemsize == 2 and (rows, columns) in MEASURED_LORA_TILINGS:
+        return MEASURED_LORA_TILINGS[rows, columns]
     if tokens == 1 and itemsize == 2 and (rows, columns) in MEASURED_TILINGS:
         return MEASURED_TILINGS[rows, columns]
     block_k = 8192 // itemsize if tokens == 1 else 2048 // itemsize
@@ -256,7 +263,9 @@ def gemv_triton(
     paired = needs_paired_rows(epilogue)
     num_outputs = rows // 2 if paired else rows
     if tiling is None:
-        tiling = select_gemv_tiling(rows, columns, paired, weight.element_size(), num_tokens)
+        tiling = select_gemv_tiling(
+            rows, columns, paired, weight.element_size(), num_tokens, lora is not None
+        )
     norm = prologue or NormPrologue("rms", None, None, 0.0)
     if norm.kind == "layer" and norm_shift is None:
         norm_shift = precompute_norm_shift(weight, norm)
@@ -292,6 +301,7 @@ def gemv_triton(
         BLOCK_K=tiling.block_k,
         **lora_sizes,
         num_warps=tiling.warps,
+        IS_INTERPRETED=not x.is_cuda,
         **limit_registers(lora, tiling, rows_per_program),
         **pdl_options(x.device),
     )
@@ -488,6 +498,7 @@ def gemv_kernel(
     LORA_WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     RANK_POW2: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute BLOCK_OUT outputs of all tokens.
@@ -587,9 +598,13 @@ def gemv_kernel(
                 store_shrunk(y_pair, lora_row + BLOCK_OUT, lora_shrunk, LORA_WIDTH)
             return
         if lora_slot >= 0:
-            y += expand_fused(first_b, first_low, first_at, RANK, RANK_POW2)[None, :]
+            y += expand_fused(first_b, first_low, first_at, RANK, RANK_POW2, IS_INTERPRETED)[
+                None, :
+            ]
             if PAIRED:
-                y_pair += expand_fused(second_b, second_low, second_at, RANK, RANK_POW2)[None, :]
+                y_pair += expand_fused(
+                    second_b, second_low, second_at, RANK, RANK_POW2, IS_INTERPRETED
+                )[None, :]
     if NORM == "rms":
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
         y = y * inverse_rms

@@ -38,7 +38,7 @@ from bloomery.native.thread_pool import ThreadPool
 # most blocks have one adapter, and a program takes all adapters of its block one after another.
 MAX_PARALLEL_ROWS = 128
 SHRINK_COLUMNS = 512  # columns of A that a program reads at a time for a few rows
-MAX_SPLITS = 8  # programs among which the columns of A are divided for many rows
+MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for few rows
 # Thousands of programs read the shrunk row of a fused kernel, some words at one place of the cache.
 # Copies of it spread them over the cache's slices.
 SHRUNK_COPIES = 8
@@ -214,8 +214,9 @@ def block_rows_of(num_rows: int) -> int:
 
 def count_splits(num_rows: int, inputs: int) -> int:
     """Return among how many programs the columns of A are divided."""
-    splits = -(-inputs // SHRINK_COLUMNS)
-    return splits if num_rows <= MAX_PARALLEL_ROWS else min(MAX_SPLITS, splits)
+    most = 2 * MAX_SPLITS if num_rows <= MAX_PARALLEL_ROWS else MAX_SPLITS
+    tiles = -(-inputs // SHRINK_COLUMNS)
+    return -(-tiles // -(-tiles // most))
 
 
 class RowBlocks(NamedTuple):
@@ -373,7 +374,7 @@ def lora_shrink_triton(
         BLOCK_ROWS=blocks.size,
         BLOCK_WIDTH=block_width,
         BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
-        ONE_TILE=num_rows <= MAX_PARALLEL_ROWS,
+        NUM_STAGES=1 if num_rows <= MAX_PARALLEL_ROWS else 3,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
         **pdl_options(x.device, joins),
@@ -528,7 +529,7 @@ def lora_shrink_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -554,23 +555,27 @@ def lora_shrink_kernel(
     split = tl.program_id(2)
     out += split.to(tl.int64) * num_rows * WIDTH
     k = tl.arange(0, BLOCK_IN)
-    if ONE_TILE:
-        first_in = split * BLOCK_IN
-        end_in = tl.minimum(first_in + BLOCK_IN, INPUTS)
-    else:
-        per_split = tl.cdiv(tl.cdiv(INPUTS, BLOCK_IN), tl.num_programs(2)) * BLOCK_IN
-        first_in = split * per_split
-        end_in = tl.minimum(first_in + per_split, INPUTS)
-    if GROUPED and ONE_TILE:
-        # The groups are known and A does not change in a step, so A arrives during the wait.
+    per_split = tl.cdiv(tl.cdiv(INPUTS, BLOCK_IN), tl.num_programs(2)) * BLOCK_IN
+    first_in = split * per_split
+    end_in = tl.minimum(first_in + per_split, INPUTS)
+    if GROUPED:
         slot = tl.max(matrix, 0).to(tl.int64)
-        a_tile = load_shrink_tile(
-            a + tl.maximum(slot, 0) * slot_stride, column, first_in + k, is_column, end_in, INPUTS
-        )
+        if slot < 0:
+            wait_for_previous(PDL)
+            return
+        # The groups are known and A does not change in a step, so A arrives during the wait.
+        own_a = a + slot * slot_stride
+        is_own = matrix >= 0
+        a_tile = load_shrink_tile(own_a, column, first_in + k, is_column, end_in, INPUTS)
         wait_for_previous(PDL)
-        x_tile = load_rows(x, row, matrix >= 0, first_in + k, end_in, INPUTS)
-        total = tl.dot(x_tile, tl.trans(a_tile), input_precision=PRECISION)
-        store_rows(out, row, matrix >= 0, column, is_column, total, WIDTH)
+        total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+        for start in tl.range(first_in, end_in, BLOCK_IN, num_stages=NUM_STAGES):
+            x_tile = load_rows(x, row, is_own, start + k, end_in, INPUTS)
+            next_k = start + BLOCK_IN + k
+            next_tile = load_shrink_tile(own_a, column, next_k, is_column, end_in, INPUTS)
+            total = tl.dot(x_tile, tl.trans(a_tile), total, input_precision=PRECISION)
+            a_tile = next_tile
+        store_rows(out, row, is_own, column, is_column, total, WIDTH)
         return
     if not HAS_EXPERTS:
         wait_for_previous(PDL)
@@ -672,8 +677,11 @@ def lora_expand_kernel(
     if HAS_START:
         base = tl.load(start + output, mask=is_output, other=0.0).to(tl.float32)
     if GROUPED:
-        # The groups are known and B does not change in a step, so B arrives during the wait.
         slot = tl.max(matrix, 0).to(tl.int64)
+        if (tl.max(row, 0) < 0) | (ACCUMULATES & (slot < 0)):
+            wait_for_previous(PDL)
+            return
+        # The groups are known and B does not change in a step, so B arrives during the wait.
         is_own = matrix >= 0
         own_rank = tl.where(slot >= 0, RANK, 0)
         used_slot = tl.maximum(slot, 0)
@@ -909,6 +917,24 @@ def uses(active: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 # ---- one row: fused with the base product --------------------------------------------------------
 
+# Reads the address until the value there is not +0.
+WAIT_FOR_VALUE = kernel_constant(
+    """{
+    .reg .pred is_there;
+    .reg .b32 spins;
+    mov.b32 $0, $1;
+    mov.b32 spins, 0;
+wait:
+    setp.ne.b32 is_there, $0, 0;
+    @is_there bra done;
+    ld.volatile.global.b32 $0, [$2];
+    add.s32 spins, spins, 1;
+    setp.gt.s32 is_there, spins, 4000000;
+    @!is_there bra wait;
+done:
+    }"""
+)
+
 
 @jit
 def store_shrunk(values, row, shrunk, WIDTH: tl.constexpr):
@@ -951,16 +977,29 @@ def load_expand(row, slot, b, slot_stride, RANK: tl.constexpr, RANK_POW2: tl.con
 
 
 @jit
-def expand_fused(b_tile, low, low_pointer, RANK: tl.constexpr, RANK_POW2: tl.constexpr):
+def expand_fused(
+    b_tile,
+    low,
+    low_pointer,
+    RANK: tl.constexpr,
+    RANK_POW2: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):
     """Multiply rows of B by the shrunk row, when it is there: [n], without the norm's scale.
 
-    The programs that shrink come first in the grid, so they run already. The limit, some seconds,
-    only keeps an error from blocking the device for ever.
+    The programs that shrink come first in the grid, so they run already. Every thread waits for
+    the values that it holds: a vote of all would cost time, and threads that hold the same value
+    may see it at different times. The limit, some seconds, only keeps an error from blocking the
+    device for ever.
     """
-    spins = 0
-    while (tl.min((low.to(tl.int32, bitcast=True) != 0).to(tl.int32)) == 0) & (spins < 4000000):
-        low = load_shrunk(low_pointer, RANK, RANK_POW2)
-        spins += 1
+    mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
+    if not IS_INTERPRETED:
+        # The value at a masked pointer is of another part, or beyond the last one.
+        bits = tl.where(mask, low.to(tl.int32, bitcast=True), 1)
+        bits = tl.inline_asm_elementwise(
+            WAIT_FOR_VALUE, "=r,r,l", [bits, low_pointer], tl.int32, False, 1
+        )
+        low = tl.where(mask, bits.to(tl.float32, bitcast=True), 0.0)
     return tl.sum(b_tile.to(tl.float32) * low, 1)
 
 

@@ -160,6 +160,8 @@ class DenseWeight:
         """
         if not use_triton(x) or not supports_gemv(self.weight, epilogue):
             return None
+        if lora.matrices.a.dtype != self.weight.dtype:
+            return None  # the kernel multiplies rows of A as it does rows of the weight
         return gemv_triton(x, self.weight, bias, prologue, epilogue, lora=lora)
 
     def prepare_prologue(self, prologue: NormPrologue) -> None:
