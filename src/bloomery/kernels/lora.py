@@ -41,7 +41,7 @@ SHRINK_COLUMNS = 512  # columns of A that a program reads at a time for a few ro
 MAX_SPLITS = 8  # programs among which the columns of A are divided; twice as many for few rows
 # Thousands of programs read the shrunk row of a fused kernel, some words at one place of the cache.
 # Copies of it spread them over the cache's slices.
-SHRUNK_COPIES = 8
+SHRUNK_COPIES = 64
 NUM_COPIES = kernel_constant(SHRUNK_COPIES)
 
 
@@ -374,7 +374,7 @@ def lora_shrink_triton(
         BLOCK_ROWS=blocks.size,
         BLOCK_WIDTH=block_width,
         BLOCK_IN=SHRINK_COLUMNS if num_rows <= MAX_PARALLEL_ROWS else 64,
-        NUM_STAGES=1 if num_rows <= MAX_PARALLEL_ROWS else 3,
+        FEW_ROWS=num_rows <= MAX_PARALLEL_ROWS,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=4,
         **pdl_options(x.device, joins),
@@ -529,7 +529,7 @@ def lora_shrink_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -558,7 +558,7 @@ def lora_shrink_kernel(
     per_split = tl.cdiv(tl.cdiv(INPUTS, BLOCK_IN), tl.num_programs(2)) * BLOCK_IN
     first_in = split * per_split
     end_in = tl.minimum(first_in + per_split, INPUTS)
-    if GROUPED:
+    if GROUPED and FEW_ROWS:
         slot = tl.max(matrix, 0).to(tl.int64)
         if slot < 0:
             wait_for_previous(PDL)
@@ -569,7 +569,7 @@ def lora_shrink_kernel(
         a_tile = load_shrink_tile(own_a, column, first_in + k, is_column, end_in, INPUTS)
         wait_for_previous(PDL)
         total = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
-        for start in tl.range(first_in, end_in, BLOCK_IN, num_stages=NUM_STAGES):
+        for start in tl.range(first_in, end_in, BLOCK_IN, num_stages=1):
             x_tile = load_rows(x, row, is_own, start + k, end_in, INPUTS)
             next_k = start + BLOCK_IN + k
             next_tile = load_shrink_tile(own_a, column, next_k, is_column, end_in, INPUTS)
