@@ -204,6 +204,16 @@ def profile_rows(
     print_floors(llm, rows, context + PROFILED_TOKENS)
 
 
+def keep_layers(config: dict[str, Any], layers_key: str, num_layers: int) -> dict[str, Any]:
+    """Shorten a config to its first layers, with everything that it lists per layer."""
+    all_layers = config[layers_key]
+    shortened = {
+        key: value[:num_layers] if isinstance(value, list) and len(value) == all_layers else value
+        for key, value in config.items()
+    }
+    return {**shortened, layers_key: num_layers}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -219,7 +229,7 @@ def main() -> None:
     config = dict(SHAPES[args.shape])
     layers_key = "n_layer" if "n_layer" in config else "num_hidden_layers"
     if args.layers is not None:
-        config[layers_key] = args.layers
+        config = keep_layers(config, layers_key, args.layers)
     (folder / "config.json").write_text(json.dumps(config))
     options: dict[str, Any] = {"quantization": args.quantization}
     for pair in args.option:
