@@ -37,7 +37,8 @@ IGNORED_KEYS = """
     expand use_mamba_kernels use_mambapy use_associative_scan use_mem_eff_path num_logits_to_keep
     moe_shared_expert_overlap rescale_prenorm_residual residual_in_fp32 z_loss_coefficient
     time_step_min time_step_max time_step_floor linear_a_log_min linear_a_log_max linear_dt_min
-    linear_dt_max linear_dt_init_floor mamba_expand mamba_proj_bias
+    linear_dt_max linear_dt_init_floor mamba_expand mamba_proj_bias attention_hidden_size
+    hybrid_layer_ids kv_channels num_query_groups
 """
 IGNORED = frozenset(IGNORED_KEYS.split())
 

@@ -63,9 +63,7 @@ ZAMBA2 = (
 def read_uses(config: ConfigReader) -> list[int]:
     """Return the layers with a block."""
     has_block = config.layer_choices("layers_block_type", HAS_BLOCK, lambda i: False)
-    layers = [i for i in config.layers() if has_block[i]]
-    config.require("hybrid_layer_ids", layers)
-    return layers
+    return [i for i in config.layers() if has_block[i]]
 
 
 def read_names(config: ConfigReader) -> TensorNames:
