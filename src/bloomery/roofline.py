@@ -503,14 +503,22 @@ class ExpertsCost(NamedTuple):
 STATE_OPERATIONS = 8
 
 
-def count_all_reduces(layer: LayerSpec) -> int:
-    """Collectives of a layer: one for each block, or one where attention and MLP are parallel."""
+def count_all_reduces(layer: LayerSpec, tp: int) -> int:
+    """Collectives of a layer: one for each block, or one where attention and MLP are parallel.
+
+    Small sums of recurrent mixers count as sums of hidden states. dt, B and C of Mamba-1 are
+    products of all channels. A norm of Mamba-2 may be over heads of several ranks.
+    """
     if layer.parallel:
         return 1
     blocks = (layer.attention, layer.recurrent, layer.mlp)
-    # dt, B and C of Mamba-1 are products of all channels. Their sum is small and counts as one of
-    # hidden states.
-    return len(blocks) - blocks.count(None) + isinstance(layer.recurrent, MambaSpec)
+    count = len(blocks) - blocks.count(None)
+    match layer.recurrent:
+        case MambaSpec():
+            return count + 1
+        case Mamba2Spec(norm=NormSpec(), norm_groups=groups) if groups % tp:
+            return count + 1
+    return count
 
 
 class Roofline:
@@ -539,7 +547,7 @@ class Roofline:
         self.bandwidth = hardware.bandwidth * tp
         # Collectives of a step in which the logits are not gathered: one for the embedding, two in
         # a layer, one where attention and MLP run in parallel.
-        self.num_all_reduces = 1 + sum(map(count_all_reduces, model.layers))
+        self.num_all_reduces = 1 + sum(count_all_reduces(layer, tp) for layer in model.layers)
         self._count_bytes_and_values(precision)
         self._sum_layers(kv_bits)
         self.state_bytes = state_bytes(model)

@@ -51,6 +51,15 @@ REPLACED = (
     ),
     ("llama", {"targets": ["q_proj", "down_proj"], "layers_to_transform": [0, 2]}),
     (
+        "zamba2-adapted",
+        {
+            "targets": [
+                *["in_proj", "out_proj", "linear", "q_proj", "v_proj", "o_proj"],
+                *["gate_up_proj", "down_proj"],
+            ]
+        },
+    ),
+    (
         "mixtral",
         {
             "targets": ["q_proj"],
