@@ -128,9 +128,7 @@ def _low_rank_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _attention_sizes(
-    attention: AttentionSpec | None, hidden: int, inputs: int
-) -> tuple[int, ...]:
+def _attention_sizes(attention: AttentionSpec | None, hidden: int, inputs: int) -> tuple[int, ...]:
     if attention is None:
         return ()
     qkv = inputs * (sum(qkv_sizes(attention)) + gate_size(attention))

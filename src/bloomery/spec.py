@@ -178,7 +178,7 @@ class MlpSpec:
     clamp: SwigluClamp | None = None  # replaces the activation
     # alpha_p and alpha_n of xielu, if they are not tensors of the checkpoint.
     xielu_alphas: tuple[float, float] | None = None
-    # Rank of a product of two narrow matrices that is added to the gate and up projections; 0: none.
+    # Rank of a product of two narrow matrices that is added to gate and up; 0: there is none.
     low_rank: int = 0
 
 
@@ -531,9 +531,9 @@ class TensorNames:
     # prefixes[0] in every name but `head`.
     prefixes: tuple[str, ...] = ()
     other_heads: tuple[str, ...] = ()  # names that other checkpoints use instead of `head`
-    # How checkpoints begin names of some layers, where the names above do not say it: the begin of
-    # a name -> what takes its place. The first for which this checkpoint has a tensor counts. Layers
-    # that share weights have the same tensors.
+    # How checkpoints begin the names of some layers, where the names above do not say it: the begin
+    # of a name -> what takes its place. The first for which this checkpoint has a tensor counts.
+    # Layers that share weights have the same tensors.
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Patterns (fnmatch) of tensors that are not used: causal masks, rope tables.
     ignored: tuple[str, ...] = ()

@@ -224,11 +224,11 @@ def resolve_name_prefix(names: TensorNames, stored: Container[str]) -> TensorNam
 
 def resolve_aliases(names: TensorNames, stored: Collection[str]) -> TensorNames:
     """Return `names` with the one place of each alias where this checkpoint has tensors."""
-    found = {}
+    aliases = {}
     for begin, places in names.aliases.items():
         used = (place for place in places if any(name.startswith(place) for name in stored))
-        found[begin] = (next(used, places[0]),)
-    return replace(names, aliases=found)
+        aliases[begin] = (next(used, places[0]),)
+    return replace(names, aliases=aliases)
 
 
 def resolve_expert_layout(
