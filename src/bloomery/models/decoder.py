@@ -358,10 +358,14 @@ class Decoder:
         """
         if self.adapter_memory is not None:
             self.adapter_memory.batch.begin(adapter_slots)
-        x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
+        x: ResidualStream
         embeddings = None
-        if self.keeps_embeddings:
-            x, embeddings = x.chunk(2) if self.receives_embeddings else (x, x)
+        if self.receives_embeddings and hidden is not None:
+            x, embeddings = hidden.chunk(2)
+        else:
+            x = self._embed(token_ids, positions) if hidden is None else hidden
+            if self.keeps_embeddings:
+                embeddings = x
         contexts = self._forward_contexts(positions, backend, steps, embeddings)
         layer_tables = layer_tables or (0,) * len(self.layers)
         layers = zip(
