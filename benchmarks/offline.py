@@ -250,7 +250,9 @@ class WorkFloor:
             self.weights_bytes -= decoder.embed.matrix.nbytes
         counts = count_parameters(spec)
         self.expert_bytes, self.used_share = measure_experts(decoder)
-        self.layer_values = counts.matrices + counts.experts * self.used_share
+        self.layer_values = counts.matrices + counts.reread + counts.experts * self.used_share
+        # A step reads a block again for every layer that shares it.
+        self.weights_bytes += self.weights_bytes * counts.reread // counts.total
         self.head_values = spec.vocab * spec.hidden
         self.pair_operations = sum(
             4 * attention.num_heads * attention.head_dim for attention in spec.attentions

@@ -42,6 +42,7 @@ DEFAULT_CASES = (
     "gpt_neox",
     "gpt_bigcode-mqa",
     "opt-350m",
+    "zamba2-adapted",
 )
 NUM_TOKENS = 16
 

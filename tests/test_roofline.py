@@ -38,6 +38,7 @@ from bloomery.spec import (
     MoeSpec,
     NormSpec,
 )
+from tests.families.hub_configs import CONFIGS
 
 SHAPES = Path(__file__).parent.parent / "benchmarks" / "shapes"
 GIB = 2**30
@@ -101,6 +102,22 @@ def test_bloom_on_eight_a100_cannot_beat_21_6_ms() -> None:
 
 
 # ---- counting ------------------------------------------------------------------------------------
+
+
+def test_weights_that_layers_share_are_counted_once_and_read_every_time() -> None:
+    model = describe_config(CONFIGS["Zamba2-7B"]).model
+    counts = count_parameters(model)
+    hidden, inner = 3584, 14336
+    block = (3 + 0.5) * (2 * hidden) ** 2 + 3 * hidden * inner
+    assert counts.total / 1e9 == pytest.approx(7.357, abs=1e-3)
+    assert counts.reread == 11 * block  # two blocks and 13 uses
+    read = Roofline(model, find_hardware("h200")).step_floor(1, 0, 0).bytes
+    state_bytes = 2 * 4 * 81 * 7168 * 64
+    assert read == pytest.approx(2 * (counts.matrices + counts.reread) + state_bytes, rel=0.002)
+    # Each of two pipeline stages has both blocks.
+    copies = weights_bytes(model, BF16, pp=2) - weights_bytes(model, BF16)
+    assert copies == 2 * 2 * block
+    assert weights_bytes(model, BF16) == 2 * counts.total
 
 
 def test_every_parameter_is_counted() -> None:

@@ -48,6 +48,8 @@ class ParameterCounts:
     vectors: int  # norms and biases
     tied: bool
     largest: int  # the largest single matrix
+    # Of the matrices that several layers share: what a step reads again after their first layer.
+    reread: int = 0
 
     @property
     def total(self) -> int:
@@ -59,10 +61,14 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
     hidden = model.hidden
     embed_dim = model.embed_dim or hidden
     layers = Counter(model.layers)
+    repeated = _list_repeated_blocks(model)
+    reread = sum(sum(_shared_sizes(layer, hidden)) for layer in repeated)
     matrices = sum(count * sum(_matrix_sizes(layer, hidden)) for layer, count in layers.items())
+    matrices -= reread
     if model.embed_dim:
         matrices += 2 * embed_dim * hidden  # projections after the embedding and before the head
     vectors = sum(count * _vector_size(layer, hidden) for layer, count in layers.items())
+    vectors -= sum(_shared_vector_size(layer, hidden) for layer in repeated)
     vectors += _norm_size(model.final_norm, hidden) + _norm_size(model.embed_norm, hidden)
     if model.head_bias:
         vectors += model.vocab
@@ -74,22 +80,58 @@ def count_parameters(model: ModelSpec) -> ParameterCounts:
         vectors=vectors,
         tied=model.tied,
         largest=max(max(_matrix_sizes(layer, hidden)) for layer in layers),
+        reread=reread,
     )
+
+
+def _list_repeated_blocks(model: ModelSpec, most: int | None = None) -> list[LayerSpec]:
+    """Return the layers whose shared block an earlier layer has as well, `most` of each block."""
+    uses = Counter[int]()
+    repeated = []
+    for layer in model.layers:
+        if layer.shared_block is not None:
+            earlier = uses[layer.shared_block.index]
+            uses[layer.shared_block.index] += 1
+            if earlier and (most is None or earlier <= most):
+                repeated.append(layer)
+    return repeated
 
 
 def _matrix_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
     """Parameters of each matrix of a layer that every token is multiplied by."""
+    recurrent = _recurrent_sizes(layer.recurrent, hidden)
+    if layer.shared_block is not None:
+        out = hidden * hidden
+        return *_shared_sizes(layer, hidden), *_low_rank_sizes(layer, hidden), out, *recurrent
     return (
-        *_attention_sizes(layer.attention, hidden),
-        *_recurrent_sizes(layer.recurrent, hidden),
+        *_attention_sizes(layer.attention, hidden, hidden),
+        *recurrent,
         *_feed_forward_sizes(layer.mlp, hidden),
     )
 
 
-def _attention_sizes(attention: AttentionSpec | None, hidden: int) -> tuple[int, ...]:
+def _shared_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
+    """Parameters of the matrices of a layer's attention and MLP, which it shares."""
+    attention = _attention_sizes(layer.attention, hidden, 2 * hidden)
+    return *attention, *_feed_forward_sizes(layer.mlp, hidden)
+
+
+def _low_rank_sizes(layer: LayerSpec, hidden: int) -> tuple[int, ...]:
+    """Parameters of the low-rank parts of a layer with a shared block."""
+    sizes = []
+    if layer.attention is not None:
+        rank = layer.attention.low_rank
+        sizes += [rank * (2 * hidden + rows) for rows in qkv_sizes(layer.attention)]
+    if isinstance(layer.mlp, MlpSpec):
+        rows = _mlp_sizes(layer.mlp, hidden)[0] // hidden
+        sizes.append(layer.mlp.low_rank * (hidden + rows))
+    return tuple(sizes)
+
+
+def _attention_sizes(attention: AttentionSpec | None, hidden: int, inputs: int) -> tuple[int, ...]:
     if attention is None:
         return ()
-    qkv = hidden * (sum(qkv_sizes(attention)) + gate_size(attention))
+    qkv = inputs * (sum(qkv_sizes(attention)) + gate_size(attention))
     return qkv, attention.num_heads * attention.head_dim * hidden
 
 
@@ -152,6 +194,8 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
         layer.mlp_sum_norm,
     )
     total = sum(_norm_size(norm, hidden) for norm in norms)
+    if layer.shared_block is not None:
+        total += _norm_size(layer.shared_block.norm, 2 * hidden)
     if layer.attention is not None:
         total += _attention_vector_size(layer.attention, hidden)
     if layer.recurrent is not None:
@@ -161,6 +205,12 @@ def _vector_size(layer: LayerSpec, hidden: int) -> int:
     if isinstance(layer.mlp, MoeSpec):
         total += _moe_vector_size(layer.mlp, hidden)
     return total
+
+
+def _shared_vector_size(layer: LayerSpec, hidden: int) -> int:
+    """Parameters of the norms and biases of a layer's shared block."""
+    own = replace(layer, attn_norm=None, recurrent=None)
+    return _vector_size(own, hidden)
 
 
 def _attention_vector_size(attention: AttentionSpec, hidden: int) -> int:
@@ -344,12 +394,17 @@ LIBRARY_PRECISIONS: Mapping[str, WeightPrecision] = _by_name(
 )
 
 
-def weights_bytes(model: ModelSpec, precision: WeightPrecision) -> float:
-    """Bytes of all weights at a precision."""
+def weights_bytes(model: ModelSpec, precision: WeightPrecision, pp: int = 1) -> float:
+    """Bytes of all weights at a precision, on all devices.
+
+    A block that several layers share is in every pipeline stage that has one of them.
+    """
     counts = count_parameters(model)
     outer = counts.total - counts.matrices - counts.experts - counts.vectors
     vector_bits = max(precision.outer_bits, 16)
-    layer_bits = counts.matrices * precision.bits + counts.vectors * vector_bits
+    copies = _list_repeated_blocks(model, pp - 1)
+    matrices = counts.matrices + sum(sum(_shared_sizes(copy, model.hidden)) for copy in copies)
+    layer_bits = matrices * precision.bits + counts.vectors * vector_bits
     expert_bits = counts.experts * (precision.expert_bits or precision.bits)
     return (layer_bits + expert_bits + outer * precision.outer_bits) / 8
 
@@ -446,14 +501,22 @@ class ExpertsCost(NamedTuple):
 STATE_OPERATIONS = 8
 
 
-def count_all_reduces(layer: LayerSpec) -> int:
-    """Collectives of a layer: one for each block, or one where attention and MLP are parallel."""
+def count_all_reduces(layer: LayerSpec, tp: int) -> int:
+    """Collectives of a layer: one for each block, or one where attention and MLP are parallel.
+
+    Small sums of recurrent mixers count as sums of hidden states. dt, B and C of Mamba-1 are
+    products of all channels. A norm of Mamba-2 may be over heads of several ranks.
+    """
     if layer.parallel:
         return 1
     blocks = (layer.attention, layer.recurrent, layer.mlp)
-    # dt, B and C of Mamba-1 are products of all channels. Their sum is small and counts as one of
-    # hidden states.
-    return len(blocks) - blocks.count(None) + isinstance(layer.recurrent, MambaSpec)
+    count = len(blocks) - blocks.count(None)
+    match layer.recurrent:
+        case MambaSpec():
+            return count + 1
+        case Mamba2Spec(norm=NormSpec(), norm_groups=groups) if groups % tp:
+            return count + 1
+    return count
 
 
 class Roofline:
@@ -482,7 +545,7 @@ class Roofline:
         self.bandwidth = hardware.bandwidth * tp
         # Collectives of a step in which the logits are not gathered: one for the embedding, two in
         # a layer, one where attention and MLP run in parallel.
-        self.num_all_reduces = 1 + sum(map(count_all_reduces, model.layers))
+        self.num_all_reduces = 1 + sum(count_all_reduces(layer, tp) for layer in model.layers)
         self._count_bytes_and_values(precision)
         self._sum_layers(kv_bits)
         self.state_bytes = state_bytes(model)
@@ -492,8 +555,8 @@ class Roofline:
     def _count_bytes_and_values(self, precision: WeightPrecision) -> None:
         counts = count_parameters(self.model)
         vector_bits = max(precision.outer_bits, 16.0)
-        layer_bits = counts.matrices * precision.bits + counts.vectors * vector_bits
-        self.matrices_values = counts.matrices
+        self.matrices_values = counts.matrices + counts.reread
+        layer_bits = self.matrices_values * precision.bits + counts.vectors * vector_bits
         self.matrices_bytes = layer_bits / 8
         self.head_values = counts.head
         self.head_bytes = counts.head * precision.outer_bits / 8
@@ -660,11 +723,13 @@ class Roofline:
         """Messages between devices, and the bytes a device sends.
 
         Tensor parallel: all-reduces of hidden states, and one gather of the logits. Pipeline
-        parallel: hidden states in 16 bits from stage to stage.
+        parallel: hidden states in 16 bits from stage to stage, with the embeddings if a layer reads
+        these.
         """
         hidden_bytes = tokens * self.model.hidden * 2.0
         count = self.pp - 1
-        sent_bytes = (self.pp - 1) * hidden_bytes
+        passes_embeddings = any(layer.shared_block is not None for layer in self.model.layers)
+        sent_bytes = (self.pp - 1) * hidden_bytes * (2 if passes_embeddings else 1)
         if self.tp > 1:
             count += self.num_all_reduces + (1 if sampled else 0)
             all_reduce_bytes = 2 * (self.tp - 1) / self.tp * hidden_bytes

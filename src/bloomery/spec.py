@@ -151,6 +151,8 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     # A query attends to the positions of its own chunk: those from position // chunk * chunk on.
     chunk: int | None = None
+    # Rank of products of two narrow matrices that are added to q, k and v each; 0: there are none.
+    low_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ class MlpSpec:
     clamp: SwigluClamp | None = None  # replaces the activation
     # alpha_p and alpha_n of xielu, if they are not tensors of the checkpoint.
     xielu_alphas: tuple[float, float] | None = None
+    # Rank of a product of two narrow matrices that is added to gate and up; 0: there is none.
+    low_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -372,12 +376,27 @@ def state_parts(spec: RecurrentSpec) -> tuple[StatePart, ...]:
 
 
 @dataclass(frozen=True)
+class SharedBlockSpec:
+    """A block of a layer's attention and MLP, whose weights several layers share.
+
+    It reads the layer's input beside the embeddings of the same tokens, [tokens, 2 * hidden], and
+    has no residuals: norm -> attention -> norm -> MLP -> a linear layer. The output is added to the
+    input of the recurrent mixer, but not to the residual. The last linear layer and the low-rank
+    parts of attention and MLP are not shared.
+    """
+
+    index: int  # layers with the same index share the weights
+    norm: NormSpec  # before the attention
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Norm -> block -> post-norm -> residual, for the mixer and then for the MLP.
 
     The mixer is attention, a recurrent mixer, or both, which then read the same normed input and
     whose outputs are added. A layer may lack a mixer or an MLP, with the norms that belong to it.
     `parallel`: mixer and MLP read the same residual, and both outputs are added to it.
+    `shared_block`: attention and MLP are a block of their own, before the recurrent mixer.
     """
 
     attention: AttentionSpec | None
@@ -399,6 +418,7 @@ class LayerSpec:
     residual_scale: float = 1.0
     # The residual is the norm's output, not its input. Not together with `parallel`.
     residual_after_norm: bool = False
+    shared_block: SharedBlockSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -469,10 +489,11 @@ class TensorNames:
     have. In a layer: attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, attn_sum_norm,
     mlp_sum_norm, q_norm, k_norm, v_norm, sinks, attn_gate, router, correction_bias, expert_scale,
     shared_gate, latent_down, latent_up, router_norm, expert_norm, expert_post_norm, shared_norm,
-    shared_post_norm, xielu_alpha_p, xielu_alpha_n. Outside: positions, embed_norm, project_in,
-    project_out. A q_norm or k_norm with {h} in its name is stored as one [dim] weight per head. The
-    names of sinks, correction_bias, expert_scale and the alphas are complete: no `.weight` is
-    appended.
+    shared_post_norm, xielu_alpha_p, xielu_alpha_n, shared_block_norm, shared_block_out. Outside:
+    positions, embed_norm, project_in, project_out. A q_norm or k_norm with {h} in its name is
+    stored as one [dim] weight per head. The names of sinks, correction_bias, expert_scale and the
+    alphas are complete: no `.weight` is appended. The two matrices of a low-rank part have the name
+    of the matrix that it is added to, with `.low_rank_down` and `.low_rank_up` appended.
 
     A recurrent mixer has recurrent_in, recurrent_out and recurrent_conv, and in `extra`, as far as
     its kind needs them: recurrent_norm, A_log (or neg_A, which stores -exp(A_log)), dt_bias, D
@@ -510,10 +531,22 @@ class TensorNames:
     # prefixes[0] in every name but `head`.
     prefixes: tuple[str, ...] = ()
     other_heads: tuple[str, ...] = ()  # names that other checkpoints use instead of `head`
+    # How checkpoints begin the names of some layers, where the names above do not say it: the begin
+    # of a name -> what takes its place. The first for which this checkpoint has a tensor counts.
+    # Layers that share weights have the same tensors.
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Patterns (fnmatch) of tensors that are not used: causal masks, rope tables.
     ignored: tuple[str, ...] = ()
     # Patterns of the vision part of a model that is served as text. It is never read.
     vision: tuple[str, ...] = ()
+
+    def locate(self, name: str) -> str:
+        """Return the name in the checkpoint of what the names above call `name`."""
+        begins = [begin for begin in self.aliases if name.startswith(begin)]
+        if not begins:
+            return name
+        longest = max(begins, key=len)
+        return self.aliases[longest][0] + name.removeprefix(longest)
 
 
 @dataclass(frozen=True)

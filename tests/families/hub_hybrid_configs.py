@@ -38,7 +38,36 @@ LFM2_MOE_LAYERS = ["conv", "conv", "full_attention", "conv"] + [
     *["conv", "conv", "full_attention", "conv"] * 4,
     *["conv", "full_attention", "conv", "conv"],
 ]
+ZAMBA2_LAYERS = ["mamba"] * 6 + ["hybrid"] + ["mamba"] * 4 + ["hybrid"] + ["mamba"] * 3
+ZAMBA2_LAYERS[-3:-3] = (["mamba"] * 5 + ["hybrid"]) * 11
 GRANITE_LAYERS = (["mamba"] * 5 + ["attention"]) + (["mamba"] * 9 + ["attention"]) * 3
+
+ZAMBA2 = {
+    "model_type": "zamba2",
+    "adapter_rank": 128,
+    "add_bias_linear": False,
+    "attention_dropout": 0.0,
+    "chunk_size": 256,
+    "hidden_act": "gelu",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_headdim": 64,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_logits_to_keep": 1,
+    "num_query_groups": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000,
+    "time_step_floor": 0.0001,
+    "time_step_limit": None,
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "use_conv_bias": True,
+    "use_long_context": False,
+    "use_mamba_kernels": True,
+    "vocab_size": 32000,
+}
 
 HYBRID_CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3.6-35B-A3B": {
@@ -286,6 +315,40 @@ HYBRID_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "use_mamba_kernels": False,
         "vocab_size": 65536,
+    },
+    "Zamba2-1.2B": ZAMBA2
+    | {
+        "attention_head_dim": 128,
+        "attention_hidden_size": 4096,
+        "hidden_size": 2048,
+        "hybrid_layer_ids": [5, 11, 17, 23, 29, 35],
+        "intermediate_size": 8192,
+        "kv_channels": 64,
+        "layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 6 + ["mamba"] * 2,
+        "mamba_d_state": 128,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 64,
+        "num_hidden_layers": 38,
+        "num_mem_blocks": 1,
+        "use_mem_rope": True,
+        "use_shared_attention_adapter": True,
+    },
+    "Zamba2-7B": ZAMBA2
+    | {
+        "attention_head_dim": 224,
+        "attention_hidden_size": 7168,
+        "hidden_size": 3584,
+        "hybrid_layer_ids": [6, 11, *range(17, 78, 6)],
+        "intermediate_size": 14336,
+        "kv_channels": 112,
+        "layers_block_type": ZAMBA2_LAYERS,
+        "mamba_d_state": 64,
+        "mamba_ngroups": 2,
+        "n_mamba_heads": 112,
+        "num_hidden_layers": 81,
+        "num_mem_blocks": 2,
+        "use_mem_rope": True,
+        "use_shared_attention_adapter": False,
     },
     "Bamba-9B": {
         "model_type": "bamba",

@@ -318,6 +318,18 @@ HYBRIDS = {
     "Bamba-9B": ExpectedHybrid(
         Mamba2Spec(128, 64, 128, norm=NormSpec(eps=1e-5)), (9, 18, 27), (32, 8, 128), RopeSpec(64)
     ),
+    "Zamba2-1.2B": ExpectedHybrid(
+        Mamba2Spec(64, 64, 128, norm=NormSpec(eps=1e-5)),
+        (5, 11, 17, 23, 29, 35),
+        (32, 32, 128),
+        RopeSpec(128),
+    ),
+    "Zamba2-7B": ExpectedHybrid(
+        Mamba2Spec(112, 64, 64, 2, norm=NormSpec(eps=1e-5), norm_groups=2),
+        (6, 11, *range(17, 78, 6)),
+        (32, 32, 224),
+        RopeSpec(224),
+    ),
     "Olmo-Hybrid-7B": ExpectedHybrid(
         GatedDeltaNetSpec(30, 30, 96, 192, norm=NormSpec(eps=1e-5), beta_scale=2.0),
         tuple(range(3, 32, 4)),
@@ -357,6 +369,13 @@ def test_values_of_recurrent_models() -> None:
     assert (falcon.attention_scale, falcon.recurrent_scale) == (0.9375, 0.23570226039551587)
     assert falcon.mlp_scale == 0.8838834764831844 * 0.5859375
     assert falcon.mlp.clamp.alpha == 0.8838834764831844
+    zamba = describe_config(CONFIGS["Zamba2-7B"])
+    blocks = [layer.shared_block for layer in zamba.model.layers if layer.shared_block]
+    assert [block.index for block in blocks] == [0, 1] * 6 + [0]
+    behind_block = zamba.model.layers[11]
+    assert behind_block.attention.scale == 112**-0.5
+    assert (behind_block.attention.low_rank, behind_block.mlp.low_rank) == (0, 128)
+    assert zamba.unread == ()
     olmo = describe_config(CONFIGS["Olmo-Hybrid-7B"]).model.layers
     assert (olmo[0].attn_norm, olmo[0].attn_post_norm) == (NormSpec(), None)
     assert (olmo[3].attn_norm, olmo[3].attn_post_norm) == (None, NormSpec())

@@ -23,6 +23,7 @@ from bloomery.layers.linear import (
     AddResidual,
     DeferredAdd,
     LinearLayer,
+    LowRankPart,
     add_normed,
     apply_norm,
     materialize,
@@ -106,6 +107,38 @@ def test_fused_and_separate_operations_agree(kind: str, fuses: str) -> None:
     actual = materialize(layer(x, norm, layer_epilogues[kind]))
     assert torch.allclose(actual, expected, atol=1e-6)
     assert torch.allclose(kv_cache, expected_cache, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("fuses", ["all", "product", "nothing"])
+@pytest.mark.parametrize("kind", ["none", "residual", "gated", "qkv"])
+def test_a_low_rank_part_gives_what_the_merged_weights_give(
+    kind: str, fuses: str, rows: int
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, HIDDEN)
+    weight = torch.randn(2 * HIDDEN, HIDDEN)
+    bias = torch.randn(2 * HIDDEN)
+    down = torch.randn(4, HIDDEN)
+    up = torch.randn(2 * HIDDEN, 4)
+    norm = NormPrologue("rms", torch.randn(HIDDEN), None, 1e-5)
+    low_rank = LowRankPart(
+        LinearLayer(FusingWeight(down, fuses)), LinearLayer(FusingWeight(up, fuses), bias)
+    )
+    layer = LinearLayer(FusingWeight(weight, fuses), low_rank=low_rank)
+    merged = LinearLayer(FusingWeight(weight + up @ down, fuses), bias)
+    caches = torch.zeros(2, 2, 8, 1, 8)
+    results = []
+    for linear, kv_cache in zip((layer, merged), caches):
+        epilogue = {
+            "none": None,
+            "residual": AddResidual(torch.ones(rows, 2 * HIDDEN), 0.5),
+            "gated": ActivationEpilogue("silu", gated=True),
+            "qkv": QkvEpilogue(kv_cache, torch.arange(rows), QkTransform()),
+        }[kind]
+        results.append(materialize(linear(x, norm, epilogue)))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(*caches, atol=1e-4, rtol=1e-4)
 
 
 def test_results_are_summed_over_the_ranks_before_the_epilogue() -> None:

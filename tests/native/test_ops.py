@@ -32,7 +32,7 @@ from bloomery.kernels.rope_cache import (
 )
 from bloomery.kernels.rows import advance_reference, gather_decode_reference
 from bloomery.kernels.sampling_rows import MAX_TOP_LOGPROBS
-from bloomery.layers.linear import add_scaled, split_qkv
+from bloomery.layers.linear import add_scaled, concatenate, split_qkv
 from bloomery.layout import gate_size
 from bloomery.messages import NewRequestData, ResolvedSampling
 from bloomery.native import ops
@@ -236,6 +236,14 @@ def test_norms_of_columns(pool: ThreadPool, rows: int, columns: int, heads: int,
         x[:, -3:],
     )
     assert_close(ops.norm_columns(pool, x, parts), torch.cat(expected, 1), 1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("widths", [(3, 3), (70, 9), (2050, 4098)])
+def test_concatenate(pool: ThreadPool, rows: int, widths: tuple[int, int]) -> None:
+    x, y = (random_normal(seed, rows, width) for seed, width in enumerate(widths))
+    assert torch.equal(ops.concatenate(pool, (x, y)), torch.cat((x, y), 1))
+    assert torch.equal(concatenate(x, y, pool), concatenate(x, y, None))
 
 
 @pytest.mark.parametrize("activation", ALL_ACTIVATIONS, ids=str)

@@ -35,6 +35,7 @@ EVERYDAY = {
     "olmo2",  # norms of q and k
     "cohere-normed",  # norms of q and k per head, parallel blocks
     "qwen3_next",  # gated delta nets, whose projections are fused by head
+    "zamba2-adapted",  # blocks that layers share, which read the embeddings
     "nemotron_h-latent",  # Mamba-2, experts in a latent space, one block per layer
     "llama",  # none of these
 }

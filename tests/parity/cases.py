@@ -140,6 +140,18 @@ FALCON_H1_FACTORS = {
     "embedding_multiplier": 1.7,
     "lm_head_multiplier": 0.5,
 }
+# There is no least time step, as in Nemotron-H. Blocks without residuals enlarge rounding errors,
+# in wide models more.
+ZAMBA2 = PLAIN | {
+    "hidden_size": 16,
+    "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"],
+    "n_mamba_heads": 4,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 8,
+    "adapter_rank": 4,
+    "time_step_min": 1e-30,
+}
 JAMBA = GROUPED | {
     "attn_layer_period": 2,
     "attn_layer_offset": 1,
@@ -982,6 +994,25 @@ CASES = [
         mamba_conv_bias=False,
         mamba_dt_rank=5,
     ),
+    parity_case("zamba2", tf.Zamba2Config, **ZAMBA2),
+    parity_case(
+        "zamba2-adapted",
+        tf.Zamba2Config,
+        **ZAMBA2,
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+    ),
+    parity_case(
+        "zamba2-biased",
+        tf.Zamba2Config,
+        **ZAMBA2 | {"mamba_ngroups": 1},
+        num_mem_blocks=2,
+        num_key_value_heads=2,
+        add_bias_linear=True,
+        **LINEAR,
+        use_mem_rope=True,
+    ),
     parity_case("olmo_hybrid", tf.OlmoHybridConfig, **GROUPED | {"num_hidden_layers": 4}),
     parity_case(
         "olmo_hybrid-no-positions",
@@ -1016,6 +1047,8 @@ WIDTHS = (
     "rotary_dim",
     "linear_key_head_dim",
     "linear_value_head_dim",
+    "attention_hidden_size",
+    "mamba_headdim",
     "mamba_d_ssm",
     "mamba_d_head",
     "mamba_d_state",

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bloomery.artifacts.locate import locate_model
+from bloomery.errors import InvalidRequest
 from bloomery.executors.multiprocess import MultiprocessExecutor
 from bloomery.layers.mlp import MlpBlock
 from bloomery.models.adapter_memory import AdapterMemory
@@ -50,6 +52,15 @@ REPLACED = (
         },
     ),
     ("llama", {"targets": ["q_proj", "down_proj"], "layers_to_transform": [0, 2]}),
+    (
+        "zamba2-adapted",
+        {
+            "targets": [
+                *["in_proj", "out_proj", "linear", "q_proj", "v_proj", "o_proj"],
+                *["gate_up_proj", "down_proj"],
+            ]
+        },
+    ),
     (
         "mixtral",
         {
@@ -110,6 +121,32 @@ def test_logits_of_partial_and_replaced_layers_equal_peft(
     model = make_model(family, tmp_path / "model")
     adapted = save_adapter(model, tmp_path / "adapter", **config)
     check_logits(tmp_path / "model", tmp_path / "adapter", adapted)
+
+
+def test_an_adapter_of_shared_modules_changes_all_their_layers(tmp_path: Path) -> None:
+    """Where training has run a shared block as one module, the file has it in its first layer."""
+    model = make_model("zamba2-adapted", tmp_path / "model")
+    targets = ["q_proj", "o_proj", "gate_up_proj", "linear"]
+    adapted = save_adapter(model, tmp_path / "adapter", targets)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert any("layers.1.shared" in name for name in tensors)
+    layers = adapted.base_model.model.model.layers
+    values = layers[1].shared_transformer.state_dict()  # layers 1 and 4 share a block
+    layers[4].shared_transformer.load_state_dict(values)
+    shared = {name: tensor for name, tensor in tensors.items() if "layers.4.shared" not in name}
+    assert len(shared) < len(tensors)
+    save_file(shared, file)
+    check_logits(tmp_path / "model", tmp_path / "adapter", adapted)
+
+
+def test_adapters_of_low_rank_parts_are_refused(tmp_path: Path) -> None:
+    model = make_model("zamba2-adapted", tmp_path / "model")
+    save_adapter(model, tmp_path / "adapter")
+    reader = load_with_slots(tmp_path / "model").adapter_reader
+    assert reader is not None
+    with pytest.raises(InvalidRequest, match="a low-rank part of the base model"):
+        reader.read(str(tmp_path / "adapter"))
 
 
 OPTIONS = {

@@ -22,8 +22,9 @@ from tests.parity.serve import (
     run_requests,
 )
 
-# A model for each kind of mixer; Falcon-H1 has attention beside it in every layer.
-NAMES = ["qwen3_5_text", "falcon_h1-multiplied", "jamba", "lfm2-biased"]
+# A model for each kind of mixer; Falcon-H1 has attention beside it in every layer, Zamba2 has a
+# block before it in some.
+NAMES = ["qwen3_5_text", "falcon_h1-multiplied", "jamba", "lfm2-biased", "zamba2-adapted"]
 PAGE = 4
 PROMPT = 90
 MAX_TOKENS = 8

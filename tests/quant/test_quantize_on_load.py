@@ -37,6 +37,7 @@ FAMILIES = (
     "qwen2_moe",
     "gpt_bigcode-mqa",
     "phi3",
+    "zamba2-biased",
     "gemma2",
     "qwen3_next",
 )

@@ -37,7 +37,7 @@ class SpyAttention(TorchPagedAttention):
         return super().prepare(metadata)
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "bloom", "mixtral", "gemma2", "zamba2"])
 @pytest.mark.parametrize(
     ("max_tokens", "max_num_seqs", "max_len"),
     [(64, 4, 40), (16, 8, 40), (100, 2, 30), (33, 3, 16)],

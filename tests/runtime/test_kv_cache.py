@@ -221,7 +221,10 @@ NEEDS_INTERPRETER = pytest.mark.skipif(
 )
 @pytest.mark.parametrize(
     "name",
-    ["gemma2", "gemma3", "cohere2", "mistral", "qwen3_5_text", "lfm2", "falcon_h1", "jamba"],
+    [
+        *["gemma2", "gemma3", "cohere2", "mistral"],
+        *["qwen3_5_text", "lfm2", "falcon_h1", "jamba", "zamba2"],
+    ],
 )
 def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> None:
     cpu_kernels, prepare = BACKENDS[backend]

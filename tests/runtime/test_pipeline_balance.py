@@ -23,7 +23,7 @@ from tests.parity.cases import CASES, make_checkpoint
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe", "opt-350m", "bloom"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen2_moe", "opt-350m", "bloom", "zamba2"])
 def test_each_kind_of_layer_is_measured_once(name: str, tmp_path: Path) -> None:
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     loaded_layers: list[range] = []

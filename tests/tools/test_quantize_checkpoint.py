@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from bloomery.artifacts.locate import locate_model
 from bloomery.errors import ConfigError, UnsupportedModel
@@ -136,6 +137,33 @@ def test_gptq_refuses_recurrent_layers_before_any_work_and_int8_takes_them(tmp_p
     assert not out.exists()
     convert(origin, out, QuantizeOptions("int8"))
     assert len(generate(out)) == NUM_GENERATED
+
+
+def block_matrices(model: LoadedModel) -> list[torch.Tensor]:
+    """The first rows of all matrices of the blocks that layers share, and of what they add."""
+    layers = [layer for layer in model.decoder.layers if layer.shared_block is not None]
+    linears = []
+    for layer in layers:
+        for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.up, layer.mlp.down):
+            low_rank = linear.low_rank
+            linears += [linear] if low_rank is None else [linear, low_rank.down, low_rank.up]
+    assert len(linears) == 3 * 8
+    return [linear.matrix.gather(torch.arange(4)) for linear in linears]
+
+
+def test_what_layers_share_is_quantized_once(tmp_path: Path) -> None:
+    origin = tmp_path / "model"
+    make_checkpoint(next(case for case in CASES if case.name == "zamba2-adapted"), origin)
+    out = tmp_path / "out"
+    convert(origin, out, QuantizeOptions("int8"))
+    stored = [name for shard in out.glob("*.safetensors") for name in load_file(shard)]
+    assert len(stored) == len(set(stored))
+    written = load(out)
+    assert not any("not part of the model" in note for note in written.notes)
+    pairs = zip(block_matrices(written), block_matrices(load(origin, "int8")), strict=True)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected)
+    assert written.weight_bytes < load(origin).weight_bytes
 
 
 def test_a_folder_with_other_files_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -32,12 +32,6 @@ from bloomery.spec import (
     TensorNames,
 )
 
-# Known families that are no decoder of separate layers, and what is in the way.
-REFUSED = {
-    "zamba2": "its layers share attention blocks, which read the embeddings beside the hidden "
-    "states and have an adapter for each use; Bloomery runs no such model",
-}
-
 
 @dataclass(frozen=True)
 class ModelFamily:
@@ -83,8 +77,6 @@ def describe_config(config: Mapping[str, Any]) -> ModelDescription:
     model_type = ConfigReader(config).text("model_type")
     families = load_families()
     family = families.get(model_type)
-    if model_type in REFUSED:
-        raise UnsupportedModel(f"config.json: model_type {model_type!r}: {REFUSED[model_type]}")
     if family is None:
         raise UnsupportedModel(
             f"config.json: model_type {model_type!r} is not a family Bloomery knows. "
@@ -192,6 +184,7 @@ def resolve_tensor_names(description: ModelDescription, stored: StoredTensors) -
     """Return the names and layouts that this checkpoint of a model uses."""
     tensor_names = stored.names()
     names = resolve_name_prefix(description.names, tensor_names)
+    names = resolve_aliases(names, tensor_names)
     return resolve_expert_layout(names, description.model, tensor_names, stored.shape)
 
 
@@ -221,8 +214,21 @@ def resolve_name_prefix(names: TensorNames, stored: Container[str]) -> TensorNam
                 layer=with_prefix(names.layer),
                 final_norm=with_prefix(names.final_norm),
                 extra={canonical: with_prefix(name) for canonical, name in names.extra.items()},
+                aliases={
+                    with_prefix(begin): tuple(map(with_prefix, places))
+                    for begin, places in names.aliases.items()
+                },
             )
     return names
+
+
+def resolve_aliases(names: TensorNames, stored: Collection[str]) -> TensorNames:
+    """Return `names` with the one place of each alias where this checkpoint has tensors."""
+    aliases = {}
+    for begin, places in names.aliases.items():
+        used = (place for place in places if any(name.startswith(place) for name in stored))
+        aliases[begin] = (next(used, places[0]),)
+    return replace(names, aliases=aliases)
 
 
 def resolve_expert_layout(

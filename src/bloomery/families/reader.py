@@ -37,7 +37,8 @@ IGNORED_KEYS = """
     expand use_mamba_kernels use_mambapy use_associative_scan use_mem_eff_path num_logits_to_keep
     moe_shared_expert_overlap rescale_prenorm_residual residual_in_fp32 z_loss_coefficient
     time_step_min time_step_max time_step_floor linear_a_log_min linear_a_log_max linear_dt_min
-    linear_dt_max linear_dt_init_floor mamba_expand mamba_proj_bias
+    linear_dt_max linear_dt_init_floor mamba_expand mamba_proj_bias attention_hidden_size
+    hybrid_layer_ids kv_channels num_query_groups
 """
 IGNORED = frozenset(IGNORED_KEYS.split())
 
@@ -55,10 +56,10 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "rope_theta": ("rotary_emb_base",),
     "partial_rotary_factor": ("rotary_pct",),
     "rope_type": ("type",),
-    "mamba_n_heads": ("mamba_num_heads",),
-    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_n_heads": ("mamba_num_heads", "n_mamba_heads"),
+    "mamba_d_head": ("mamba_head_dim", "mamba_headdim"),
     "mamba_d_state": ("ssm_state_size",),
-    "mamba_n_groups": ("n_groups",),
+    "mamba_n_groups": ("n_groups", "mamba_ngroups"),
     "mamba_d_conv": ("conv_kernel",),
     "mamba_conv_bias": ("use_conv_bias",),
     "time_step_limit": ("mamba_dt_limit",),

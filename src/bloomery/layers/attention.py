@@ -47,6 +47,8 @@ class ForwardContext:
     # Factors of queries, of this step's tokens or of all positions, as the rope cache.
     query_scales: Mapping[QueryScaling, torch.Tensor] = field(default_factory=dict)
     adapter_batch: AdapterBatch | None = None
+    # [tokens, hidden]: the input of the model's first layer; None if no layer here needs it
+    embeddings: torch.Tensor | None = None
 
     def select_adapters(self) -> None:
         """From here on adapters see only the output rows.

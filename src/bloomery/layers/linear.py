@@ -11,7 +11,7 @@ pass over the same bytes. A DeferredAdd represents the sum until a norm or anoth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, overload
 
@@ -109,6 +109,8 @@ class LinearLayer:
     group: CommunicationGroup | None = None
     pool: ThreadPool | None = None  # for native CPU kernels
     adapters: LinearAdapters | None = None  # the LoRA adapters that some rows of a step may have
+    # Added to the product. It has the layer's bias, so there is none here, and no group either.
+    low_rank: LowRankPart | None = None
 
     @overload
     def __call__(
@@ -128,6 +130,8 @@ class LinearLayer:
         epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None = None,
     ) -> ResidualStream:
         """x [tokens, in] -> [tokens, out], or the result of the epilogue."""
+        if self.low_rank is not None:
+            return self._run_with_low_rank(self.low_rank, x, prologue, epilogue)
         if self.group is not None:
             local = LinearLayer(self.matrix, self.bias, None, self.pool, self.adapters)
             return apply_epilogue(self.group.all_reduce(local(x, prologue)), epilogue, self.pool)
@@ -156,6 +160,23 @@ class LinearLayer:
         """From here on the adapters of all layers see only these rows of the step."""
         if self.adapters is not None:
             self.adapters.batch.select(rows)
+
+    def _run_with_low_rank(
+        self,
+        low_rank: LowRankPart,
+        x: ResidualStream,
+        prologue: NormPrologue | None,
+        epilogue: AddResidual | ActivationEpilogue | QkvEpilogue | None,
+    ) -> ResidualStream:
+        """Add the low-rank part to the product. If x is one row, it is nothing but a bias."""
+        normed = apply_norm(x, prologue, self.pool)
+        added = low_rank.up(low_rank.down(normed))
+        if len(normed) == 1:
+            return replace(self, bias=added[0], low_rank=None)(normed, None, epilogue)
+        y = replace(self, low_rank=None)(normed, None, AddResidual(added))
+        if isinstance(y, DeferredAdd) and y.added is None:
+            return apply_epilogue_to_sum(y.y, added, epilogue)
+        return apply_epilogue(materialize(y), epilogue, self.pool)
 
     def _run_adapted(
         self,
@@ -205,6 +226,14 @@ class LinearLayer:
             return y
         y = self.matrix.fused_linear(x, self.bias, prologue, None)
         return None if y is None else apply_epilogue(y, epilogue, self.pool)
+
+
+@dataclass(frozen=True)
+class LowRankPart:
+    """The product of two narrow matrices: up(down(x))."""
+
+    down: LinearLayer
+    up: LinearLayer
 
 
 def build_fusable(
@@ -306,6 +335,13 @@ def add_scaled(
     if pool is not None and residual.shape == y.shape and pool.accepts(residual, y):
         return ops.elementwise(pool, ops.ADD_SCALED, residual, y, scale)
     return torch.add(residual, y, alpha=scale)
+
+
+def concatenate(x: torch.Tensor, y: torch.Tensor, pool: ThreadPool | None) -> torch.Tensor:
+    """Put rows of x and y side by side: [rows, width of x + width of y]."""
+    if pool is not None and pool.accepts(x, y):
+        return ops.concatenate(pool, (x, y))
+    return torch.cat((x, y), -1)
 
 
 def activate(

@@ -238,10 +238,35 @@ class AdapterConversion:
         """Return the module of that name in a decoder layer, or outside of the layers."""
         if layer is None:
             name = name.rpartition(".")[2]
-        module = self.by_name.get((layer, name))
+        module = self.by_name.get((layer, name)) or self._find_shared(layer, name)
         if module is not None:
             self.used.add(module.path)
         return module
+
+    def _find_shared(self, layer: int | None, name: str) -> AdapterModule | None:
+        """Return the module of another layer that shares its weights, if it stands for this one.
+
+        Where training has run shared layers as one module, the file has it once. Otherwise each of
+        the layers that the adapter targets has a module of its own.
+        """
+        names = self.names
+        if layer is None or not names.aliases:
+            return None
+
+        def locate(number: int) -> str:
+            return names.locate(names.layer.format(i=number) + name)
+
+        sharing = [
+            module
+            for module in self.modules.values()
+            if module.name == name
+            and module.layer is not None
+            and locate(module.layer) == locate(layer)
+        ]
+        if len(sharing) != 1:
+            return None
+        path = re.sub(rf"\b{sharing[0].layer}\b", str(layer), sharing[0].path, count=1)
+        return sharing[0] if self.config.targets(path, layer) else None
 
     def _list_exact_names(self) -> set[tuple[int | None, str]]:
         """Return the layers and names of all modules that the checkpoint's names stand for."""
@@ -282,12 +307,27 @@ class AdapterConversion:
                     "embedding, the head and biases of linear layers can be replaced. Train "
                     "without it in modules_to_save, and with bias 'none'"
                 )
+            elif self._is_low_rank_part(module):
+                reason = (
+                    f"it changes {module.path}, a low-rank part of the base model, which adapters "
+                    "cannot change here; train without it in target_modules"
+                )
             else:
                 reason = (
                     f"it changes {module.path}, which this model does not have"
                     f"{self._describe_base()}; load it into a server of its base model"
                 )
             raise refuse(self.path, reason)
+
+    def _is_low_rank_part(self, module: AdapterModule) -> bool:
+        """Whether the base model adds this module to another one (see TensorNames)."""
+        places = [
+            place
+            for begin, places in self.names.aliases.items()
+            if begin.endswith((".low_rank_down", ".low_rank_up"))
+            for place in places
+        ]
+        return any(place.endswith(module.name) for place in places)
 
     def _belongs_elsewhere(self, module: AdapterModule) -> bool:
         """Whether another pipeline stage has the module, or the part that is not served."""

@@ -26,6 +26,7 @@ from bloomery.layers.linear import (
     add_normed,
     apply_epilogue,
     apply_norm,
+    concatenate,
     materialize,
 )
 from bloomery.layers.mlp import MlpBlock, build_activation
@@ -51,6 +52,14 @@ from bloomery.spec import (
 
 
 @dataclass(frozen=True)
+class SharedBlockEnds:
+    """What a layer with a shared block has before its attention and after its MLP."""
+
+    norm: NormPrologue | None
+    out: LinearLayer
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """Attention and MLP with their norms and residual additions.
 
@@ -69,6 +78,7 @@ class DecoderLayer:
     group: CommunicationGroup | None = None
     pool: ThreadPool | None = None
     recurrent: RecurrentBlock | None = None
+    shared_block: SharedBlockEnds | None = None
 
     def __call__(
         self,
@@ -78,6 +88,9 @@ class DecoderLayer:
         states: LayerStates | None = None,
     ) -> ResidualStream:
         """x [tokens, hidden] -> [tokens, hidden], of the context's output rows only."""
+        if self.shared_block is not None:
+            assert kv_cache is not None and states is not None
+            return self._run_behind_block(self.shared_block, x, kv_cache, context, states)
         if self.spec.parallel:
             assert kv_cache is not None
             return self._run_parallel_blocks(x, kv_cache, context)
@@ -121,6 +134,26 @@ class DecoderLayer:
         if self.attn_sum_norm is not None:
             x = apply_norm(x, self.attn_sum_norm, pool)
         return x
+
+    def _run_behind_block(
+        self,
+        block: SharedBlockEnds,
+        x: ResidualStream,
+        kv_cache: torch.Tensor,
+        context: ForwardContext,
+        states: LayerStates,
+    ) -> ResidualStream:
+        """Run the recurrent mixer on the sum of x and the output of the shared block."""
+        assert self.recurrent is not None and self.attention is not None
+        assert isinstance(self.mlp, MlpBlock) and context.embeddings is not None
+        x = materialize(x)
+        both = concatenate(x, context.embeddings, self.pool)
+        all_rows = replace(context, output_rows=None)  # the recurrent mixer reads all of them
+        y = self.attention(both, kv_cache, all_rows, block.norm)
+        y = self.mlp(y, self.mlp_norm)
+        y = block.out(y, None, AddResidual(x))
+        add = AddResidual(context.select_outputs(x))
+        return self.recurrent(y, states, context.output_rows, self.attn_norm, add)
 
     def _add_mixer(self, residual: ResidualStream, scale: float) -> AddResidual:
         return AddResidual(residual, self.spec.residual_scale * scale)
@@ -223,6 +256,10 @@ class Decoder:
         self.layer_range = layers  # of the whole model
         self.is_first_stage = layers.start == 0
         self.is_last_stage = layers.stop == len(model.layers)
+        # Embeddings that a layer of this or a later stage reads travel from stage to stage.
+        self.keeps_embeddings = reads_embeddings(model.layers[layers.start :])
+        self.receives_embeddings = self.keeps_embeddings and not self.is_first_stage
+        self.sends_embeddings = reads_embeddings(model.layers[layers.stop :])
         # The factor has the model's precision, because Gemma was trained with a rounded factor.
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=self.dtype))
         self.embed: VocabEmbedding | None = None
@@ -274,7 +311,9 @@ class Decoder:
         """
         for layer in self.layers:
             if layer.attention is not None:
-                layer.attention.qkv.prepare_prologue(layer.attn_norm)
+                block = layer.shared_block
+                norm = layer.attn_norm if block is None else block.norm
+                layer.attention.qkv.prepare_prologue(norm)
             if isinstance(layer.mlp, MlpBlock):
                 layer.mlp.up.prepare_prologue(layer.mlp_norm)
 
@@ -313,13 +352,21 @@ class Decoder:
         `output_rows` [m]: only the states of these tokens are returned. For the other tokens the
         last layer computes only keys and values.
         `hidden` [n, hidden]: the states from the previous pipeline stage. A stage that is not the
-        last one returns such states.
+        last one returns such states. If a later layer reads the embeddings, they are appended:
+        [2 n, hidden].
         `adapter_slots` [n]: the device slot of each token's LoRA adapter, if any token has one.
         """
         if self.adapter_memory is not None:
             self.adapter_memory.batch.begin(adapter_slots)
-        x: ResidualStream = self._embed(token_ids, positions) if hidden is None else hidden
-        contexts = self._forward_contexts(positions, backend, steps)
+        x: ResidualStream
+        embeddings = None
+        if self.receives_embeddings and hidden is not None:
+            x, embeddings = hidden.chunk(2)
+        else:
+            x = self._embed(token_ids, positions) if hidden is None else hidden
+            if self.keeps_embeddings:
+                embeddings = x
+        contexts = self._forward_contexts(positions, backend, steps, embeddings)
         layer_tables = layer_tables or (0,) * len(self.layers)
         layers = zip(
             self.layers,
@@ -333,7 +380,13 @@ class Decoder:
             if self.is_last_stage and layer is self.layers[-1]:
                 context = replace(context, output_rows=output_rows)
             x = layer(x, kv_cache, context, layer_states)
+        if self.sends_embeddings and embeddings is not None:
+            return stack_rows(materialize(x), embeddings, self.pool)
         return apply_norm(x, self.final_norm, self.pool)
+
+    def count_received_rows(self, num_tokens: int) -> int:
+        """Return the rows that come from the previous pipeline stage."""
+        return 2 * num_tokens if self.receives_embeddings else num_tokens
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.embed is None:
@@ -348,7 +401,11 @@ class Decoder:
         return apply_norm(x, self.embed_norm, self.pool)
 
     def _forward_contexts(
-        self, positions: torch.Tensor, backend: AttentionBackend, steps: Sequence[AttentionStep]
+        self,
+        positions: torch.Tensor,
+        backend: AttentionBackend,
+        steps: Sequence[AttentionStep],
+        embeddings: torch.Tensor | None,
     ) -> list[ForwardContext]:
         """Return the inputs that the layers of each block table share."""
         if positions.is_cuda or self.pool is not None:
@@ -373,6 +430,7 @@ class Decoder:
                 table_rows,
                 query_scales=scales,
                 adapter_batch=adapter_batch,
+                embeddings=embeddings,
             )
             for slot_mapping, plan in steps
         ]
@@ -405,6 +463,16 @@ class Decoder:
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         return logits
+
+
+def reads_embeddings(layers: Sequence[LayerSpec]) -> bool:
+    """Whether one of these layers reads the embeddings beside the hidden states."""
+    return any(layer.shared_block is not None for layer in layers)
+
+
+def stack_rows(x: torch.Tensor, y: torch.Tensor, pool: ThreadPool | None) -> torch.Tensor:
+    """Put rows of y below those of x, which have the same shape."""
+    return concatenate(x.view(1, -1), y.view(1, -1), pool).view(2 * len(x), -1)
 
 
 # ---- loading -------------------------------------------------------------------------------------
@@ -480,9 +548,21 @@ def load_decoder_layer(
     recurrent = None
     if spec.recurrent is not None:
         recurrent = load_recurrent_block(spec.recurrent, hidden, weights, prefix, block_group)
+    shared_block = None
+    attention_inputs = hidden
+    if spec.shared_block is not None:
+        attention_inputs = 2 * hidden
+        extra = weights.names.extra
+        name = prefix + extra["shared_block_norm"]
+        shared_block = SharedBlockEnds(
+            weights.norm(spec.shared_block.norm, name, attention_inputs),
+            weights.linear(prefix, extra["shared_block_out"], [hidden], hidden, False),
+        )
     attention = None
     if spec.attention is not None:
-        attention = load_attention_block(spec.attention, hidden, weights, prefix, block_group)
+        attention = load_attention_block(
+            spec.attention, hidden, weights, prefix, block_group, attention_inputs
+        )
     mlp: MlpBlock | MoeBlock | None = None
     if isinstance(spec.mlp, MoeSpec):
         mlp = load_moe_block(spec.mlp, hidden, weights, prefix, block_group)
@@ -501,6 +581,7 @@ def load_decoder_layer(
         group=group,
         pool=weights.pool,
         recurrent=recurrent,
+        shared_block=shared_block,
     )
 
 
@@ -510,8 +591,9 @@ def load_attention_block(
     weights: ModelWeights,
     prefix: str,
     group: CommunicationGroup | None,
+    inputs: int | None = None,
 ) -> AttentionBlock:
-    """Load this rank's part of an attention block."""
+    """Load this rank's part of an attention block, which reads vectors of `hidden` or `inputs`."""
     names = weights.names
     layout = weights.layout
     dim = spec.head_dim
@@ -526,7 +608,7 @@ def load_attention_block(
         name = prefix + names.extra.get(role, "")
         return weights.norm(spec.qk_norm, name, shapes[spec.qk_norm_over], own_heads)
 
-    qkv = weights.qkv_linear(prefix, spec, hidden)
+    qkv = weights.qkv_linear(prefix, spec, inputs or hidden)
     out = weights.linear(
         prefix,
         names.attn_out,
@@ -564,6 +646,7 @@ def load_mlp_block(
         hidden,
         spec.bias,
         shard=layout.up(spec),
+        low_rank=spec.low_rank,
     )
     down = weights.linear(
         prefix,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from bloomery.errors import UnsupportedModel
 from bloomery.fusion import NormPrologue
-from bloomery.layers.linear import LinearLayer
+from bloomery.layers.linear import LinearLayer, LowRankPart
 from bloomery.layout import (
     UNSHARDED,
     TensorParallelLayout,
@@ -36,7 +36,7 @@ from bloomery.quant.base import (
     WeightFormat,
     WeightMatrix,
 )
-from bloomery.quant.dense import DenseFormat
+from bloomery.quant.dense import DenseFormat, DenseWeight
 from bloomery.quant.lazy_tensor import LazyTensor, Range
 from bloomery.spec import (
     AttentionSpec,
@@ -75,20 +75,23 @@ class ModelWeights:
         self.adapter_memory = adapter_memory
         self.loaded_bytes = 0
         self.expert_bytes = 0  # of these, the matrices of experts
+        # What was loaded, by its names in the checkpoint: several layers may share it.
+        self.vectors: dict[str, torch.Tensor] = {}
+        self.matrices: dict[tuple[str, ...], tuple[PreparedWeight, torch.Tensor | None]] = {}
 
     # ---- vectors ----
 
     def vector(self, name: str, shape: int | tuple[int, int]) -> torch.Tensor:
         """Load a norm's weight or bias, in float32."""
-        if isinstance(shape, int):
-            stored = self.source.tensor(name, (shape,))
-        else:
-            stored = self.source.tensor(name, shape)
-        return self._load_tensor(stored, torch.float32)
+        name = self.names.locate(name)
+        if name not in self.vectors:
+            stored = self.source.tensor(name, (shape,) if isinstance(shape, int) else shape)
+            self.vectors[name] = self._load_tensor(stored, torch.float32)
+        return self.vectors[name]
 
     def bias(self, name: str, size: int, shard: WeightShard = UNSHARDED) -> torch.Tensor:
         """Load the bias of a linear layer, in the model's dtype."""
-        stored = select_rows(self.source.tensor(name, (size,)), shard)
+        stored = select_rows(self._stored_vector(name, size), shard)
         return self._load_tensor(stored, self.dtype)
 
     def number(self, name: str) -> float:
@@ -102,6 +105,7 @@ class ModelWeights:
 
     def elements(self, name: str, shape: tuple[int, ...], rows: Range) -> torch.Tensor:
         """Load rows of a small tensor in float32, stored in any shape with these elements."""
+        name = self.names.locate(name)
         stored_shape = shape
         if name in self.source.names():
             stored_shape = self.source.shape(name)
@@ -129,7 +133,7 @@ class ModelWeights:
 
     def _stored_heights(self, prefix: str, names: Sequence[str], suffix: str) -> list[int]:
         """The rows of tensors that are stacked: tools divide them otherwise than into parts."""
-        full_names = [f"{prefix}{name}{suffix}" for name in names]
+        full_names = [self.names.locate(f"{prefix}{name}{suffix}") for name in names]
         if not all(name in self.source.names() for name in full_names):
             return []
         return [self.source.shape(name)[0] for name in full_names]
@@ -162,6 +166,9 @@ class ModelWeights:
             return self.vector(name, shape)[slice(*heads)]
         return torch.stack([self.vector(name.format(h=h), shape[1]) for h in range(*heads)])
 
+    def _stored_vector(self, name: str, size: int) -> LazyTensor:
+        return self.source.tensor(self.names.locate(name), (size,))
+
     def _load_tensor(self, stored: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
         loaded = stored.load(dtype, self.device)
         self.loaded_bytes += loaded.nbytes
@@ -178,32 +185,41 @@ class ModelWeights:
         bias: bool,
         shard: WeightShard = UNSHARDED,
         group: CommunicationGroup | None = None,
+        low_rank: int = 0,
     ) -> LinearLayer:
         """Load a linear layer of a decoder layer.
 
         Its outputs are `parts` in this order, however the checkpoint stores them. `shard` is the
-        part that this rank holds; results are summed over the ranks of `group`.
+        part that this rank holds; results are summed over the ranks of `group`. `low_rank`: the
+        rank of the part that is added to the product.
         """
-        loaded_bias = None
-        if bias:
 
+        def load_bias() -> torch.Tensor | None:
             def read_bias(name: str, rows: int) -> LazyTensor:
-                bias_name = find_bias_name(self.source, prefix + name)
+                bias_name = find_bias_name(self.source, self.names.locate(prefix + name))
                 stored_bias = self.source.tensor(bias_name, (rows,))
                 return stored_bias.deinterleave() if is_interleaved(stored) else stored_bias
 
+            if not bias:
+                return None
             # A rank that leaves the bias to another one finds the tensor, too: it is not unused.
             arranged = arrange_parts(read_bias, stored, parts)
-            if shard.bias:
-                loaded_bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
-        matrix = self._stored_matrix(prefix, stored, parts, inputs)
-        prepared = self._prepare(select_shard(matrix, shard))
+            if not shard.bias:
+                return None
+            return self._load_tensor(select_rows(arranged, shard), self.dtype)
+
+        def load_matrix() -> PreparedWeight:
+            matrix = self._stored_matrix(prefix, stored, parts, inputs)
+            return self._prepare(select_shard(matrix, shard))
+
+        prepared, loaded_bias = self._load_once(prefix, stored, load_matrix, load_bias)
         adapters = None
         if self.adapter_memory is not None:
             adapters = self.adapter_memory.add_linear(
                 prefix, stored, parts, inputs, shard, loaded_bias
             )
-        return LinearLayer(prepared, loaded_bias, group, self.pool, adapters)
+        linear = LinearLayer(prepared, loaded_bias, group, self.pool, adapters)
+        return self._add_low_rank(linear, prefix, stored, parts, inputs, shard, low_rank)
 
     def qkv_linear(self, prefix: str, spec: AttentionSpec, inputs: int) -> LinearLayer:
         """Load this rank's part of the QKV projection; its outputs are q | k | v | gate.
@@ -211,26 +227,36 @@ class ModelWeights:
         The gate shares the matrix, so that it takes no additional kernel.
         """
         names = self.names
-        read_matrix = self._matrix_reader(prefix, inputs)
-        matrix = arrange_qkv(read_matrix, names.attn_qkv, spec)
+        shard = self.layout.qkv(spec)
         separate_gate = spec.gate is not None and spec.gate.stored == "separate"
-        if separate_gate:
-            matrix = matrix.cat([read_matrix(names.extra["attn_gate"], gate_size(spec))])
-        prepared = self._prepare(select_shard(matrix, self.layout.qkv(spec)))
-        bias = self._qkv_bias(prefix, spec, separate_gate) if spec.bias else None
+
+        def load_matrix() -> PreparedWeight:
+            read_matrix = self._matrix_reader(prefix, inputs)
+            matrix = arrange_qkv(read_matrix, names.attn_qkv, spec)
+            if separate_gate:
+                matrix = matrix.cat([read_matrix(names.extra["attn_gate"], gate_size(spec))])
+            return self._prepare(select_shard(matrix, shard))
+
+        def load_bias() -> torch.Tensor | None:
+            return self._qkv_bias(prefix, spec, separate_gate) if spec.bias else None
+
+        prepared, bias = self._load_once(prefix, names.attn_qkv, load_matrix, load_bias)
+        parts = [*qkv_sizes(spec), *([gate_size(spec)] if spec.gate else [])]
         adapters = None
         if self.adapter_memory is not None:
-            parts = [*qkv_sizes(spec), *([gate_size(spec)] if spec.gate else [])]
             adapters = self.adapter_memory.add_linear(
-                prefix, names.attn_qkv, parts, inputs, self.layout.qkv(spec), bias, spec
+                prefix, names.attn_qkv, parts, inputs, shard, bias, spec
             )
-        return LinearLayer(prepared, bias, None, self.pool, adapters)
+        linear = LinearLayer(prepared, bias, None, self.pool, adapters)
+        return self._add_low_rank(
+            linear, prefix, names.attn_qkv, parts, inputs, shard, spec.low_rank
+        )
 
     def _qkv_bias(self, prefix: str, spec: AttentionSpec, separate_gate: bool) -> torch.Tensor:
         """Load this rank's part of the bias of the QKV projection."""
 
         def read_bias(name: str, rows: int) -> LazyTensor:
-            return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+            return self._stored_vector(f"{prefix}{name}.bias", rows)
 
         arranged = arrange_qkv(read_bias, self.names.attn_qkv, spec)
         ungated = replace(spec, gate=None) if separate_gate else spec
@@ -252,7 +278,7 @@ class ModelWeights:
         if has_bias:
 
             def read_bias(name: str, rows: int) -> LazyTensor:
-                return self.source.tensor(f"{prefix}{name}.bias", (rows,))
+                return self._stored_vector(f"{prefix}{name}.bias", rows)
 
             arranged = arrange_recurrent_in(read_bias, stored, spec)
             bias = self._load_tensor(select_rows(arranged, shard), self.dtype)
@@ -335,7 +361,7 @@ class ModelWeights:
         `shard` is the part of each expert that this rank holds. Returns None if another rank has
         the biases.
         """
-        names = stored.names if isinstance(stored, SplitTensors) else (name_of(stored),)
+        names = names_of(stored)
         sizes = parts if len(names) > 1 else [sum(parts)]
         stored_columns = [
             self._open_expert_bias(prefix + self.names.experts + name, num_experts, size)
@@ -365,6 +391,60 @@ class ModelWeights:
             for expert in range(num_experts)
         ]
 
+    def _load_once(
+        self,
+        prefix: str,
+        stored: str | SplitTensors | FusedTensor,
+        load_matrix: Callable[[], PreparedWeight],
+        load_bias: Callable[[], torch.Tensor | None],
+    ) -> tuple[PreparedWeight, torch.Tensor | None]:
+        """Load a matrix and its bias unless a layer that shares them has done it."""
+        names = tuple(self.names.locate(prefix + name) for name in names_of(stored))
+        if names not in self.matrices:
+            self.matrices[names] = (load_matrix(), load_bias())
+        return self.matrices[names]
+
+    def _add_low_rank(
+        self,
+        linear: LinearLayer,
+        prefix: str,
+        stored: str | SplitTensors | FusedTensor,
+        parts: Sequence[int],
+        inputs: int,
+        shard: WeightShard,
+        rank: int,
+    ) -> LinearLayer:
+        """Add the product of two narrow matrices to a layer, for each tensor that is stored.
+
+        The wider one of several tensors is block-diagonal, so that one product serves all. They
+        stay in full precision, because they are small.
+        """
+        if not rank:
+            return linear
+        names = names_of(stored)
+        sizes = parts if len(names) > 1 else [sum(parts)]
+
+        def load(name: str, shape: tuple[int, int]) -> torch.Tensor:
+            spec = LinearSpec(self.names.locate(prefix + name), shape, unquantized=True)
+            matrix = self.format.open_matrix(self.source, spec)
+            return matrix.load_dense(self.dtype, self.device)
+
+        down = torch.cat([load(f"{name}.low_rank_down", (rank, inputs)) for name in names])
+        ups = [
+            load(f"{name}.low_rank_up", (size, rank))
+            for name, size in zip(names, sizes, strict=True)
+        ]
+        up = torch.block_diag(*ups)
+        if shard.rows is not None:
+            up = torch.cat([up[start:end] for start, end in shard.rows])
+        self.loaded_bytes += down.nbytes + up.nbytes
+        pool = self.pool
+        low_rank = LowRankPart(
+            LinearLayer(DenseWeight.from_tensor(down, pool), pool=pool),
+            LinearLayer(DenseWeight.from_tensor(up, pool), linear.bias, pool=pool),
+        )
+        return replace(linear, bias=None, low_rank=low_rank)
+
     def _stored_matrix(
         self,
         prefix: str,
@@ -387,7 +467,7 @@ class ModelWeights:
 
         def read_matrix(name: str, rows: int) -> WeightMatrix:
             spec = LinearSpec(
-                f"{prefix}{name}",
+                self.names.locate(f"{prefix}{name}"),
                 (rows, inputs),
                 transposed,
                 expert,
@@ -448,6 +528,11 @@ T = TypeVar("T", bound=RowArrangeable)
 def name_of(stored: str | FusedTensor) -> str:
     """Return the name of a matrix that is one tensor."""
     return stored.name if isinstance(stored, FusedTensor) else stored
+
+
+def names_of(stored: str | SplitTensors | FusedTensor) -> tuple[str, ...]:
+    """Return the names of the tensors that a matrix consists of."""
+    return stored.names if isinstance(stored, SplitTensors) else (name_of(stored),)
 
 
 def is_interleaved(stored: str | SplitTensors | FusedTensor) -> bool:

@@ -601,6 +601,35 @@ def norm_columns(pool: ThreadPool, x: torch.Tensor, parts: Sequence[NormedColumn
     return out
 
 
+def concatenate(pool: ThreadPool, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the columns of all tensors [rows, width], side by side."""
+    rows = len(tensors[0])
+    total = sum(x.shape[1] for x in tensors)
+    out = pool.empty((rows, total))
+    place = 0
+    for x in tensors:
+        width = x.shape[1]
+        pool.library.native_norm_columns(
+            pool.handle,
+            data_pointer(x),
+            rows,
+            width,
+            1,
+            width,
+            NORMS[None],
+            0.0,
+            None,
+            None,
+            1,
+            0,
+            width,
+            out.data_ptr() + place * out.element_size(),
+            total,
+        )
+        place += width
+    return out
+
+
 def elementwise(
     pool: ThreadPool,
     operation: int,

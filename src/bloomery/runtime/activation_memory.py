@@ -195,7 +195,7 @@ class LargestStep:
         token_ids = metadata.positions % decoder.spec.vocab
         received = None
         if not decoder.is_first_stage:
-            shape = num_tokens, decoder.spec.hidden
+            shape = decoder.count_received_rows(num_tokens), decoder.spec.hidden
             received = torch.zeros(shape, dtype=decoder.dtype, device=self.device)
         return decoder(
             token_ids,

@@ -70,7 +70,8 @@ def build_layer_step(decoder: Decoder) -> Callable[[], torch.Tensor]:
     block_tables = [[block] for block in range(NUM_SEQUENCES)]
     metadata = AttentionMetadata.from_host(ones, ones, block_tables, BLOCK_SIZE, device)
     token_ids = torch.zeros_like(metadata.positions)
-    hidden = torch.zeros(NUM_SEQUENCES, spec.hidden, dtype=decoder.dtype, device=device)
+    shape = decoder.count_received_rows(NUM_SEQUENCES), spec.hidden
+    hidden = torch.zeros(shape, dtype=decoder.dtype, device=device)
 
     def run_step() -> torch.Tensor:
         return decoder(

@@ -119,7 +119,7 @@ class ModelForward:
         steps = plan_attention(self.backend, layouts)
         received = None
         if self.pipe is not None:
-            received = self.pipe.receive(len(token_ids))
+            received = self.pipe.receive(self.decoder.count_received_rows(len(token_ids)))
         hidden = self.decoder(
             token_ids,
             layouts[0].positions,

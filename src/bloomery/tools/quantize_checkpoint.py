@@ -104,8 +104,11 @@ def quantize_checkpoint(
     ]
     unquantized = [names.head] if names.head else []
     quantized_by_layer: list[list[LinearSpec]] = []
+    listed: set[str] = set()
     for layer in range(num_layers):
-        linears = quantizer.list_linears(layer)
+        # What an earlier layer shares is in the shard of that layer.
+        linears = [linear for linear in quantizer.list_linears(layer) if linear.name not in listed]
+        listed.update(linear.name for linear in linears)
         unquantized += [linear.name for linear in linears if linear.unquantized]
         quantized_by_layer.append([linear for linear in linears if not linear.unquantized])
     check_shapes(options, list(chain.from_iterable(quantized_by_layer)))

@@ -136,7 +136,7 @@ class PlacedModel:
         """Bytes left on each device for the KV cache."""
         usable = self.hardware.memory_bytes * MEMORY_UTILIZATION
         num_ranks = self.layout.tp * self.layout.pp
-        weights = weights_bytes(self.model, self.precision) / num_ranks
+        weights = weights_bytes(self.model, self.precision, self.layout.pp) / num_ranks
         activations = largest_step(self.model, self.hardware)[1] / self.layout.tp
         cuda_graphs = 0 if self.hardware.is_cpu else CUDA_GRAPH_BYTES
         return usable - weights - activations - cuda_graphs
