@@ -174,7 +174,7 @@ class LinearLayer:
         if len(normed) == 1:
             return replace(self, bias=added[0], low_rank=None)(normed, None, epilogue)
         y = replace(self, low_rank=None)(normed, None, AddResidual(added))
-        if isinstance(y, DeferredAdd) and y.added is None:
+        if epilogue is not None and isinstance(y, DeferredAdd) and y.added is None:
             return apply_epilogue_to_sum(y.y, added, epilogue)
         return apply_epilogue(materialize(y), epilogue, self.pool)
 
