@@ -103,12 +103,12 @@ def test_stated_bounds_hold_on_devices_the_constants_were_not_tuned_on(
 # ---- single decisions ----------------------------------------------------------------------------
 
 
-def gpu_step_time() -> StepTimeModel:
-    """Create the model of a device: 4 ms per step, 20 us per token beyond 128 tokens."""
+def linear_step_time(step_seconds: float, token_seconds: float, free_tokens: int) -> StepTimeModel:
+    """Create the model of a device whose steps take longer from a number of tokens on."""
     step_time = StepTimeModel()
     for _ in range(200):
         for num_tokens in (1, 8, 64, 128, 256, 512, 1024, 2048):
-            seconds = 4e-3 + 2e-5 * max(num_tokens - 128, 0)
+            seconds = step_seconds + token_seconds * max(num_tokens - free_tokens, 0)
             step_time.observe(StepFeatures(num_tokens), seconds)
     return step_time
 
@@ -160,7 +160,7 @@ def plan_steps(
 
 @pytest.fixture
 def planner() -> ChunkPlanner:
-    return ChunkPlanner(128, LatencyTargets(), gpu_step_time())
+    return ChunkPlanner(128, LatencyTargets(), linear_step_time(4e-3, 2e-5, 128))
 
 
 def test_batch_stats_sort_requests_by_kind() -> None:
@@ -191,6 +191,19 @@ def test_the_chunk_of_an_unsplit_round_fills_the_round(planner: ChunkPlanner) ->
     )
     target = planner.inter_token_target
     assert 0.8 * target < seconds < 1.6 * target
+
+
+def test_a_lone_prompt_is_read_in_long_chunks_only_where_short_ones_are_slow() -> None:
+    """A laptop reads the weights for 60 ms in each step; a large GPU computes meanwhile."""
+    alone = make_batch(num_streams=0, num_prefills=1)
+    laptop = ChunkPlanner(8, LatencyTargets(), linear_step_time(60e-3, 9e-3, 1))
+    (step,) = plan_steps(laptop, alone, [], 1)
+    assert 96 <= step.prefill_tokens <= 128
+    (step,) = plan_steps(laptop, make_batch(num_streams=1, num_prefills=1), [], 1)
+    assert step.prefill_tokens <= 32
+    large_gpu = ChunkPlanner(128, LatencyTargets(), linear_step_time(35e-3, 1.5e-4, 230))
+    (step,) = plan_steps(large_gpu, alone, [], 1)
+    assert 512 <= step.prefill_tokens <= 768
 
 
 def test_an_urgent_deadline_splits_the_round(planner: ChunkPlanner) -> None:
