@@ -80,9 +80,9 @@ MAX_ROUND_TARGETS = 1.4
 # A round may last this many times its decode step even if that exceeds the bound above. Chosen:
 # prefill then gets at least a third of the device when decodes alone exceed the target.
 MIN_ROUND_DECODE_STEPS = 1.5
-# Batch-1 steps that a round may last while no request decodes, if shorter rounds have less than the
-# share below of its prefill speed. Llama-1B in int8 on two cores (62 ms a batch-1 step), a prompt of
-# 1,500 tokens: 17.4 s in rounds of 0.1 s, 15.8 s with 16 steps here, 14.9 s in chunks without a limit.
+# Batch-1 steps that a round may last while no request decodes, if rounds of IMMEDIATE_SECONDS have
+# less than the share below of its prefill speed. Llama-1B in int8 on two cores (62 ms a batch-1
+# step), a prompt of 1,500 tokens: 17.4 s in short rounds, 15.8 s with 16 steps, 14.9 s unlimited.
 IDLE_ROUND_BATCH1_STEPS = 16
 IDLE_PREFILL_SHARE = 0.9
 
