@@ -18,6 +18,7 @@ from math import prod
 
 import torch
 
+from bloomery.adapter_sizes import NO_VALUES, AdapterValues, align, pad_rank
 from bloomery.kernels.lora import (
     MAX_PARALLEL_ROWS,
     MAX_SPLITS,
@@ -30,9 +31,6 @@ from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.lora import EmbeddingAdapters, LinearAdapters, TableAdapters
 from bloomery.spec import AttentionSpec, FusedTensor, RecurrentSpec, SplitTensors
-
-ALIGNMENT = 64  # values: the matrices of a slot begin at whole cache lines
-RANK_MULTIPLE = {"cpu": 8, "cuda": 16}  # ranks are padded to what the kernels compute at once
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,7 @@ class ConvertedAdapter:
     tables: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the table target
     rank: int = 0
     num_targets: int = 0
+    own_values: AdapterValues = NO_VALUES  # without the padding of the slot
 
     @property
     def num_bytes(self) -> int:
@@ -127,8 +126,7 @@ class AdapterMemory:
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = device
-        multiple = RANK_MULTIPLE.get(device.type, 1)
-        self.padded_rank = -(-max_rank // multiple) * multiple
+        self.padded_rank = pad_rank(max_rank, device.type)
         self.batch = AdapterBatch()
         self.layers = SlotMemory(self.padded_rank)
         self.outer = SlotMemory(self.padded_rank)  # targets outside of the decoder layers
@@ -316,11 +314,6 @@ class AdapterMemory:
             slot.copy_(values)
         else:
             self.staging.copy(values, slot)
-
-
-def align(count: int) -> int:
-    """Round a number of values up to a whole cache line."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def select_row_parts(parts: Sequence[int], shard: WeightShard) -> list[int]:

@@ -41,7 +41,7 @@ from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import DeviceMesh
-from bloomery.roofline import Roofline
+from bloomery.roofline import Roofline, StepAdapter
 from bloomery.runtime.activation_memory import LOGITS_CHUNK, measure_activation_memory
 from bloomery.runtime.batch_invariant import find_batch_invariant_tile
 from bloomery.runtime.device import check_device
@@ -473,6 +473,14 @@ class Worker:
             if self.adapters.fill_slot(slot - 1, name):
                 self.runner.work_runner.forget_adapters()
 
+    def _list_step_adapters(self, step: ScheduledStep) -> list[StepAdapter]:
+        """Return the adapters of the step's tokens."""
+        if self.adapters is None:
+            return []
+        order = self.rows.order_decodes(step.decodes, step.decode_positions)
+        chunks = [(chunk, self.rows.by_sequence[chunk.sequence]) for chunk in step.chunks]
+        return self.adapters.list_step_adapters(order, chunks)
+
     # ---- steps -----------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -486,6 +494,7 @@ class Worker:
             self.meter.begin(step)
         launched = self._run_step(step, sampled)
         if self.meter is not None:
+            self.meter.count_adapters(self._list_step_adapters(step))
             launched.meter = self.meter
             launched.num_padding = self.runner.num_padding
             if launched.is_launched:

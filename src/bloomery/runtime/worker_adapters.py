@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from bloomery.adapter_sizes import AdapterValues
 from bloomery.errors import InvalidRequest
 from bloomery.messages import AdapterInfo
 from bloomery.models.adapter_files import AdapterReader
 from bloomery.models.adapter_memory import ConvertedAdapter
+from bloomery.roofline import StepAdapter
+from bloomery.runtime.rows import BatchOrder, PlacedRequest
 
 log = logging.getLogger("bloomery.adapters")
 
@@ -31,6 +35,7 @@ class WorkerAdapters:
     def __init__(self, reader: AdapterReader):
         self.reader = reader
         self.adapters: dict[str, ConvertedAdapter] = {}
+        self.values_in_slot: dict[int, AdapterValues] = {}
         self.lock = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
@@ -66,7 +71,24 @@ class WorkerAdapters:
         """
         with self.lock:
             adapter = self.adapters[name]
+        self.values_in_slot[slot] = adapter.own_values
         return self.reader.memory.load(slot, adapter)
+
+    def list_step_adapters(
+        self, order: BatchOrder, chunks: Sequence[PlacedRequest]
+    ) -> list[StepAdapter]:
+        """Return the adapters of a step, with the number of their tokens."""
+        slots = [] if order.adapter_slots is None else order.adapter_slots.tolist()
+        num_tokens = Counter[int](slots)
+        num_sampled = Counter(num_tokens)
+        for scheduled, row in chunks:
+            num_tokens[row.adapter_slot] += scheduled.count + len(scheduled.drafts)
+            num_sampled[row.adapter_slot] += scheduled.samples
+        return [
+            StepAdapter(self.values_in_slot[slot], count, num_sampled[slot])
+            for slot, count in num_tokens.items()
+            if slot >= 0
+        ]
 
 
 @contextmanager
