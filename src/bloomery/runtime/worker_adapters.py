@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -32,8 +32,10 @@ SWITCH_SECONDS = 1e-4
 class WorkerAdapters:
     """Adapters by name, converted for this rank's part of the model."""
 
-    def __init__(self, reader: AdapterReader):
+    def __init__(self, reader: AdapterReader, prepare: Callable[[ConvertedAdapter], None]):
+        """`prepare` is called on the thread with each adapter that has been read."""
         self.reader = reader
+        self.prepare = prepare
         self.adapters: dict[str, ConvertedAdapter] = {}
         self.values_in_slot: dict[int, AdapterValues] = {}
         self.lock = threading.Lock()
@@ -47,6 +49,7 @@ class WorkerAdapters:
         try:
             with short_switch_interval():
                 adapter = self.reader.read(path)
+                self.prepare(adapter)
         except InvalidRequest:
             raise
         except Exception as error:
@@ -66,8 +69,7 @@ class WorkerAdapters:
     def fill_slot(self, slot: int, name: str) -> bool:
         """Copy an adapter into a device slot, counted from 0.
 
-        Returns whether steps with adapters must be captured anew, because it is the first one with
-        an embedding or a head of its own.
+        Returns whether memory was allocated for it, which captured steps do not know.
         """
         with self.lock:
             adapter = self.adapters[name]
