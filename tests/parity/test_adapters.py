@@ -159,10 +159,22 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+HYBRID_LAYERS = ["in_proj", "q_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    "family, targets",
+    [
+        ("llama", "all-linear"),
+        ("mixtral", "all-linear"),
+        ("nemotron_h", HYBRID_LAYERS),
+        ("falcon_h1", HYBRID_LAYERS),
+        ("zamba2-adapted", [*HYBRID_LAYERS, "gate_up_proj", "down_proj", "linear"]),
+    ],
+)
 @pytest.mark.parametrize("cpu_kernels", [False, True])
 def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
-    family: str, cpu_kernels: bool, tmp_path: Path
+    family: str, targets: list[str] | str, cpu_kernels: bool, tmp_path: Path
 ) -> None:
     """Three adapters share two slots, and some requests have none."""
     model = make_model(family, tmp_path / "model")
@@ -173,7 +185,7 @@ def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
     expected = [greedy_tokens(model, prompts[3], count)]
     by_folder = {}
     for seed, folder in enumerate(folders):
-        adapted = save_adapter(model, folder, seed=seed)
+        adapted = save_adapter(model, folder, targets, seed=seed)
         for i, choice in enumerate(choices):
             if choice == folder:
                 by_folder[i] = greedy_tokens(adapted, prompts[i], count)

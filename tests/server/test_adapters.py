@@ -208,7 +208,9 @@ def test_clients_load_replace_and_unload_adapters(
     assert response.status_code == 200
     assert complete(fresh_server, "miner").status_code == 200
     assert fresh_server.backend.received[-1].lora == "miner#2"
+    assert 'bloomery_adapter_requests_total{adapter="miner"' in fresh_server.get("/metrics").text
     assert fresh_server.post("/v1/unload_lora_adapter", {"lora_name": "miner"}).status_code == 200
+    assert 'adapter="miner"' not in fresh_server.get("/metrics").text
     assert complete(fresh_server, "miner").status_code == 404
     response = fresh_server.post("/v1/unload_lora_adapter", {"lora_name": "miner"})
     assert response.status_code == 404

@@ -24,6 +24,7 @@ from bloomery.engine.adapter_catalog import (
 )
 from bloomery.errors import BloomeryError, InvalidRequest, ModelNotFound
 from bloomery.messages import AdapterInfo
+from bloomery.server.adapter_metrics import AdapterMetrics
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.errors import HttpError
 
@@ -56,8 +57,10 @@ class ServedAdapters:
         settings: AdapterSettings,
         base_names: Sequence[str],
         has_keys: bool,
+        metrics: AdapterMetrics,
     ):
         self.backend = backend
+        self.metrics = metrics
         self.settings = settings
         self.base_names = base_names
         self.has_keys = has_keys
@@ -67,6 +70,7 @@ class ServedAdapters:
         self.searches: dict[str, asyncio.Task[NamedAdapter | None]] = {}  # by name
         for module in settings.modules:
             self.catalog.put(self.catalog.create(module.name, module.path, module.source))
+            metrics.add_loaded(module.name)
 
     @property
     def adapters(self) -> Sequence[NamedAdapter]:
@@ -127,6 +131,7 @@ class ServedAdapters:
             return None
         adapter = self.catalog.create(name, str(path), source)
         self.catalog.put(adapter)
+        self.metrics.add_found(name)
         return adapter
 
     async def describe_unknown(self, name: str) -> str:
@@ -212,6 +217,7 @@ class ServedAdapters:
             self.loading.discard(name)
         before = self.catalog.put(adapter)
         self.infos[name] = info
+        self.metrics.add_loaded(name)
         if before is not None:
             self.backend.unload_adapter(before.engine_name)
         return adapter
@@ -239,6 +245,7 @@ class ServedAdapters:
         if adapter is None:
             raise HttpError(404, f"there is no adapter {name[:64]!r}", "adapter_not_found")
         self.infos.pop(name, None)
+        self.metrics.drop(name)
         self.backend.unload_adapter(adapter.engine_name)
         return adapter
 
