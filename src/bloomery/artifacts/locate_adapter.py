@@ -22,7 +22,7 @@ DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
 
 def locate_adapter(source: str) -> Path:
     """Return the folder or file of an adapter, and download it if need be."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_dir():
         if not (path / ADAPTER_CONFIG).is_file():
             raise ModelNotFound(
@@ -45,6 +45,14 @@ def locate_adapter(source: str) -> Path:
         )
     repository, revision, file = hub_id.groups(default="")
     return _download_adapter(repository, revision[1:] or None, file[1:])
+
+
+def expand_home(source: str) -> Path:
+    """Replace a ~ at the beginning by the home folder it stands for."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        raise ModelNotFound(f"{source}: there is no such user; give the whole path") from None
 
 
 def _download_adapter(repository: str, revision: str | None, file: str) -> Path:
@@ -106,7 +114,7 @@ class AdapterAllowList:
 
     def allows(self, source: str) -> bool:
         """Whether an adapter may be loaded from a path or a Hub id."""
-        path = Path(source).expanduser()
+        path = expand_home(source)
         return self._contains(path.resolve()) if path.exists() else self._matches_hub_id(source)
 
     def list_names(self) -> list[str]:

@@ -24,6 +24,7 @@ import torch
 from bloomery.adapter_sizes import AdapterValues
 from bloomery.artifacts import safetensors
 from bloomery.artifacts.lora import (
+    CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterConfig,
     check_adapter_files,
@@ -31,6 +32,7 @@ from bloomery.artifacts.lora import (
     read_gguf_adapter,
     refuse,
 )
+from bloomery.artifacts.module_patterns import PatternMatcher
 from bloomery.errors import CheckpointError, InvalidRequest
 from bloomery.models.adapter_memory import (
     AdapterMemory,
@@ -108,7 +110,8 @@ class AdapterReader:
         """Read an adapter into host memory; raises InvalidRequest if it cannot be used."""
         try:
             location = check_adapter_files(path)
-            return AdapterConversion(self, location).convert()
+            with PatternMatcher(location / CONFIG_FILE) as matcher:
+                return AdapterConversion(self, location, matcher).convert()
         except (CheckpointError, OSError) as error:
             raise InvalidRequest(str(error), "model") from None
 
@@ -116,7 +119,7 @@ class AdapterReader:
 class AdapterConversion:
     """The conversion of one adapter for one rank."""
 
-    def __init__(self, reader: AdapterReader, location: Path):
+    def __init__(self, reader: AdapterReader, location: Path, matcher: PatternMatcher):
         self.reader = reader
         self.is_gguf = location.is_file()
         self.config: AdapterConfig
@@ -133,7 +136,7 @@ class AdapterConversion:
             self.names = reader.names
         else:
             self.path = location / WEIGHTS_FILE
-            self.config = read_adapter_config(location)
+            self.config = read_adapter_config(location, matcher)
             header = safetensors.read_safetensors_header(self.path)
             self.source = FileSource(
                 self.path,
@@ -363,7 +366,7 @@ class AdapterConversion:
         if name is None:
             return None
         shape = self.source.shape(name)
-        if len(shape) != dims:
+        if len(shape) != dims or 0 in shape:
             raise refuse(self.path, f"{name} has shape {list(shape)}; save the adapter again")
         loaded = self.source.tensor(name, shape).load(torch.float32, CPU)
         if not bool(torch.isfinite(loaded.sum())):  # one pass: a sum keeps what is not finite
@@ -417,7 +420,16 @@ class AdapterConversion:
             )
         self.largest_rank = max(self.largest_rank, rank)
         scale = self.config.scale(path, rank)
-        return LowRankPair(a, b * scale, None if bias is None else bias * scale)
+        b = b * scale
+        dtype = self.reader.memory.dtype
+        if max(float(a.abs().max()), float(b.abs().max())) > torch.finfo(dtype).max:
+            name = str(dtype).removeprefix("torch.")
+            raise refuse(
+                self.path,
+                f"{path} has values too large for {name}, in which the server computes; check "
+                "lora_alpha, or start the server with --dtype bfloat16",
+            )
+        return LowRankPair(a, b, None if bias is None else bias * scale)
 
     def _check_shape(
         self, module: AdapterModule, pair: LowRankPair, outputs: int, inputs: int
