@@ -17,6 +17,7 @@ from bloomery.errors import ConfigError, ModelNotFound
 ADAPTER_CONFIG = "adapter_config.json"
 # A revision or a file that began with / or had .. in it could lead out of the Hub's cache.
 ADAPTER_HUB_ID = re.compile(r"(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(@\w[\w./-]*)?(:\w[\w./ -]*)?")
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
 
 
@@ -105,17 +106,17 @@ class AdapterAllowList:
         relative = PurePosixPath(name)
         is_plain = str(relative) == name and not relative.is_absolute()
         for folder in self.folders if is_plain and ".." not in relative.parts else ():
-            path = (folder / name).resolve()
-            if self._contains(path) and (path / ADAPTER_CONFIG).is_file():
-                return str(path)
-            if self._contains(path) and path.suffix == ".gguf" and path.is_file():
-                return str(path)
+            path = folder / name
+            if not self._contains(path):
+                continue
+            if (path / ADAPTER_CONFIG).is_file() or (path.suffix == ".gguf" and path.is_file()):
+                return str(path.resolve())
         return name if self._matches_hub_id(name) else None
 
     def allows(self, source: str) -> bool:
         """Whether an adapter may be loaded from a path or a Hub id."""
         path = expand_home(source)
-        return self._contains(path.resolve()) if path.exists() else self._matches_hub_id(source)
+        return self._contains(path) if path.exists() else self._matches_hub_id(source)
 
     def list_names(self) -> list[str]:
         """The names of all adapters at the top of the folders."""
@@ -124,12 +125,23 @@ class AdapterAllowList:
             for folder in self.folders
             for path in folder.iterdir()
             if (path / ADAPTER_CONFIG).is_file() or path.suffix == ".gguf"
-            if self._contains(path.resolve())
+            if self._contains(path)
         )
 
     def _contains(self, path: Path) -> bool:
-        """Whether a resolved path is below one of the folders."""
-        return any(path != folder and path.is_relative_to(folder) for folder in self.folders)
+        """Whether a path and the files of an adapter there are below one of the folders.
+
+        Where they are links, what these lead to counts.
+        """
+        try:
+            location = path.resolve()
+            files = [location, *((location / name).resolve() for name in ADAPTER_FILES)]
+        except RuntimeError:  # a link leads to itself
+            return False
+        return any(
+            location != folder and all(file.is_relative_to(folder) for file in files)
+            for folder in self.folders
+        )
 
     def _matches_hub_id(self, name: str) -> bool:
         hub_id = ADAPTER_HUB_ID.fullmatch(name)
