@@ -799,17 +799,17 @@ def resolve_plan(
         enable_lora=config.enable_lora,
         max_loras=config.max_loras,
         max_lora_rank=config.max_lora_rank,
-        max_cpu_loras=resolve_max_cpu_loras(config),
+        max_cpu_loras=resolve_max_cpu_loras(config.max_loras, config.max_cpu_loras),
     )
 
 
-def resolve_max_cpu_loras(config: EngineConfig) -> int:
+def resolve_max_cpu_loras(max_loras: int, max_cpu_loras: int | None) -> int:
     """Return how many adapters host memory holds, which are at least those on the device."""
-    max_cpu_loras = config.max_cpu_loras or max(DEFAULT_MAX_CPU_LORAS, config.max_loras)
-    if max_cpu_loras < config.max_loras:
+    max_cpu_loras = max_cpu_loras or max(DEFAULT_MAX_CPU_LORAS, max_loras)
+    if max_cpu_loras < max_loras:
         raise ConfigError(
-            f"max_cpu_loras {max_cpu_loras} is less than max_loras {config.max_loras}, but an "
-            "adapter on the device is in host memory, too: raise max_cpu_loras or lower max_loras"
+            f"max_cpu_loras {max_cpu_loras} is less than max_loras {max_loras}, but an adapter on "
+            "the device is in host memory, too: raise max_cpu_loras or lower max_loras"
         )
     return max_cpu_loras
 

@@ -1,8 +1,9 @@
 """Roofline model: the least time of a step, and the time it should take with our code.
 
-A step is described by four counts (StepWork). Its floor is the time that the hardware cannot beat:
-for each kernel the larger of bytes over bandwidth and operations over rate. The expected time is
-the floor plus the overheads of StepCalibration, which were fitted to measured steps.
+A step is described by four counts (StepWork), and its LoRA adapters by two each (StepAdapter). Its
+floor is the time that the hardware cannot beat: for each kernel the larger of bytes over bandwidth
+and operations over rate. The expected time is the floor plus the overheads of StepCalibration,
+which were fitted to measured steps.
 
 Pure arithmetic over a model spec and a HardwareSpec: no torch, no files, no clock.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, hypot
 from typing import NamedTuple, Protocol
 
+from bloomery.adapter_sizes import AdapterValues
 from bloomery.hardware import FEW_ROWS, PACKED_EFFICIENCY, SINGLE_ROW, HardwareSpec
 from bloomery.layout import gate_size, qkv_sizes
 from bloomery.spec import (
@@ -440,6 +442,14 @@ class StepWork(NamedTuple):
     pairs: int  # (query, key) pairs of attention; a prompt of n tokens has n(n + 1) / 2
 
 
+class StepAdapter(NamedTuple):
+    """A LoRA adapter of some tokens of a step."""
+
+    values: AdapterValues  # of one device
+    tokens: float
+    sampled: float
+
+
 def count_step_work(chunks: Iterable[SequenceChunk]) -> StepWork:
     tokens = 0
     attended = 0
@@ -548,6 +558,8 @@ class Roofline:
         self.num_all_reduces = 1 + sum(count_all_reduces(layer, tp) for layer in model.layers)
         self._count_bytes_and_values(precision)
         self._sum_layers(kv_bits)
+        is_wide = self.is_cpu or precision.compute_format == "fp32"
+        self.adapter_format = "fp32" if is_wide else "bf16"
         self.state_bytes = state_bytes(model)
         self.state_operations = STATE_OPERATIONS * self.state_bytes // 4  # of a token
         self._precompute_costs(precision)
@@ -692,6 +704,33 @@ class Roofline:
             read_seconds += read * min(attended, limit)
             compute_seconds += per_pair * min(pairs, limit)
         return read_seconds, compute_seconds
+
+    def adapter_seconds(self, adapters: Iterable[StepAdapter]) -> float:
+        """Seconds that the LoRA adapters of a step add to its floor, and to its expected time.
+
+        Each adapter is read once, however many tokens have it. All pipeline stages have as many
+        layers.
+        """
+        read_values = 0.0
+        operations = 0.0
+        for values, tokens, sampled in adapters:
+            used, routed = self._expert_shares(tokens)
+            read_values += values.matrices + values.experts * used + values.head * (sampled > 0)
+            operations += 2 * (values.matrices + values.experts * routed) * tokens
+            operations += 2 * values.head * sampled
+        value_bytes = 4 if self.adapter_format == "fp32" else 2
+        read_seconds = read_values * value_bytes / self.hardware.bandwidth
+        return self.pp * max(read_seconds, operations / self.hardware.rate(self.adapter_format))
+
+    def _expert_shares(self, tokens: float) -> tuple[float, float]:
+        """Shares of the experts' values: read for so many tokens, and multiplied by each token."""
+        total = sum(count * values for (count, _), values in self.expert_values.items())
+        used = 0.0
+        routed = 0.0
+        for (count, top_k), values in self.expert_values.items():
+            used += count * values / total * (1 - (1 - top_k / count) ** tokens)
+            routed += top_k * values / total
+        return used, routed
 
     def step_floor(
         self, tokens: int, attended: int, sampled: int, pairs: int | None = None

@@ -83,12 +83,26 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
     inside = write_adapter(allowed / "team" / "sql")
     outside = write_adapter(tmp_path / "outside")
     (allowed / "link").symlink_to(outside)
+    linked = write_adapter(allowed / "linked")
+    (linked / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    (allowed / "loop").symlink_to(allowed / "loop")
     (allowed / "poet.gguf").write_bytes(b"GGUF")
     allow_list = AdapterAllowList([str(allowed), "org/*", "other/one"])
     assert allow_list.find_source("team/sql") == str(inside)
     assert allow_list.find_source("poet.gguf") == str(allowed / "poet.gguf")
     aliases = (str(inside), "./team/sql", "team//sql", "team/sql/", "team/../team/sql")
-    for name in ("../outside", str(outside), "link", ".", "", "team", "nothing", *aliases):
+    for name in (
+        "../outside",
+        str(outside),
+        "link",
+        "linked",
+        "loop",
+        ".",
+        "",
+        "team",
+        "nothing",
+        *aliases,
+    ):
         assert allow_list.find_source(name) is None, name
     assert allow_list.find_source("org/any") == "org/any"
     assert allow_list.find_source("other/one@v1") == "other/one@v1"
@@ -96,6 +110,7 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
     assert allow_list.find_source("other/two") is None
     assert allow_list.allows(str(inside)) and allow_list.allows("org/any")
     assert not allow_list.allows(str(outside)) and not allow_list.allows("other/two")
+    assert not allow_list.allows(str(linked)) and not allow_list.allows(str(allowed / "loop"))
     assert allow_list.list_names() == ["poet.gguf"]
     assert not AdapterAllowList()
     with pytest.raises(ConfigError, match="there is no folder"):

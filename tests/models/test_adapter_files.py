@@ -76,6 +76,18 @@ WRONG_CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"target_modules": ["v_proj"]}, "belong to different adapters"),
     ({"r": 2}, "belong to different adapters"),
     ({"layers_to_transform": [1]}, "belong to different adapters"),
+    ({"layers_to_transform": "all"}, "layers_to_transform must be a list"),
+    ({"layers_to_transform": [[1]]}, "layers_to_transform must be a list"),
+    ({"target_parameters": 5}, "target_parameters must be a list"),
+    ({"r": 4.5}, "r must be a whole number"),
+    ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern 'q_proj' must be a whole number"),
+    ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern 'q_proj' must be a positive number"),
+    ({"alpha_pattern": {"(" * 5000: 2}}, "longer than 2000 characters"),
+    ({"target_modules": "(" * 1500 + ")" * 1500}, "not a regular expression"),
+    # Python's own matching would take longer than the age of the universe.
+    ({"target_modules": "(.*)*" * 9 + "x"}, "takes too long to match"),
+    ({"rank_pattern": {"(a|a)*(.*)*(.*)*(.*)*b": 4}}, "takes too long to match"),
+    ({"padding": "x" * (17 << 20)}, "larger than 16 MiB"),
 )
 
 
@@ -116,6 +128,12 @@ WRONG_TENSORS: tuple[tuple[dict[str, torch.Tensor], dict[str, Any], str], ...] =
         "not finite",
     ),
     ({"x.weight": torch.ones(2)}, {}, "replaces x"),
+    (
+        make_tensors() | {f"{Q_PROJ}.lora_B.weight": torch.eye(32, 4) * 5e37},
+        {"lora_alpha": 40},
+        "too large for float32",
+    ),
+    (make_tensors(inputs=0), {}, "has shape [4, 0]"),
 )
 
 
@@ -128,6 +146,19 @@ def test_wrong_tensors_are_refused(
     tmp_path: Path,
 ) -> None:
     assert reason in refusal(reader, write(tmp_path / "adapter", tensors, **values))
+
+
+def test_an_expression_stands_for_modules_as_in_peft(reader: AdapterReader, tmp_path: Path) -> None:
+    """Of rank and alpha patterns the end of a path counts, of target_modules the whole path."""
+    patterns = {"alpha_pattern": {r"layers\.[1-9]\..*": 80, r"(q|k)_proj": 16, "q_proj": 4}}
+    folder = write(
+        tmp_path / "adapter",
+        make_tensors(),
+        target_modules=r".*\.self_attn\.(q|v)_proj",
+        **patterns,
+    )
+    _, b, _ = reader.memory.layers.split(reader.read(str(folder)).values)[0]
+    assert b[0, :32, :4].eq(16 / 4).all()
 
 
 def test_other_files_are_refused(reader: AdapterReader, tmp_path: Path) -> None:

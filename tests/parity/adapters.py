@@ -13,7 +13,7 @@ import peft
 import torch
 
 from bloomery.config import EnginePlan
-from bloomery.engine.block_pool import BlockPool
+from bloomery.engine.build import create_block_pool
 from bloomery.engine.executor import Executor
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.scheduler import Scheduler
@@ -64,9 +64,8 @@ def build_adapter_loop(plan: EnginePlan, executor: Executor | None = None) -> En
     """Start an engine that takes adapters."""
     executor = executor or LocalExecutor()
     capacity = executor.start(plan)
-    pool = BlockPool(capacity.blocks, capacity.block_size, plan.prefix_cache, capacity.cache_groups)
     scheduler = Scheduler(
-        pool,
+        create_block_pool(plan, capacity),
         capacity.max_num_batched_tokens,
         capacity.max_num_seqs,
         stages=capacity.stages,

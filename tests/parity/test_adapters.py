@@ -159,10 +159,22 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+HYBRID_LAYERS = ["in_proj", "q_proj", "v_proj", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    "family, targets",
+    [
+        ("llama", "all-linear"),
+        ("mixtral", "all-linear"),
+        ("nemotron_h", HYBRID_LAYERS),
+        ("falcon_h1", HYBRID_LAYERS),
+        ("zamba2-adapted", [*HYBRID_LAYERS, "gate_up_proj", "down_proj", "linear"]),
+    ],
+)
 @pytest.mark.parametrize("cpu_kernels", [False, True])
 def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
-    family: str, cpu_kernels: bool, tmp_path: Path
+    family: str, targets: list[str] | str, cpu_kernels: bool, tmp_path: Path
 ) -> None:
     """Three adapters share two slots, and some requests have none."""
     model = make_model(family, tmp_path / "model")
@@ -173,7 +185,7 @@ def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
     expected = [greedy_tokens(model, prompts[3], count)]
     by_folder = {}
     for seed, folder in enumerate(folders):
-        adapted = save_adapter(model, folder, seed=seed)
+        adapted = save_adapter(model, folder, targets, seed=seed)
         for i, choice in enumerate(choices):
             if choice == folder:
                 by_folder[i] = greedy_tokens(adapted, prompts[i], count)
@@ -284,6 +296,59 @@ def test_adapters_of_quantized_weights_equal_peft(quantize: str, tmp_path: Path)
         expected = adapted(torch.tensor([tokens])).logits[0]
     actual = adapter_logits(loaded, tmp_path / "adapter", tokens)
     assert (actual - expected).abs().max() <= 1e-4
+
+
+METERED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llama", {}),
+    ("bloom", {"r": 2}),  # half of the largest rank
+    ("mixtral", next(config for family, config in REPLACED if family == "mixtral")),
+    ("nemotron_h", {"targets": ["in_proj", "q_proj", "v_proj"]}),
+    ("zamba2-adapted", {"targets": ["in_proj", "q_proj", "gate_up_proj"]}),
+    ("llama", {"targets": ["q_proj", "embed_tokens", "lm_head"]}),
+)
+
+
+@pytest.mark.parametrize("family, config", METERED)
+def test_the_floor_grows_by_the_adapters_of_the_step(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """A step reads the matrices of its adapters once, and of experts those it is routed to."""
+    model = make_model(family, tmp_path / "model")
+    for name in ("first", "second"):
+        model = save_adapter(model, tmp_path / name, **config).unload()
+    values = {"dense": 0, "experts": 0}
+    for name, tensor in load_file(tmp_path / "first" / "adapter_model.safetensors").items():
+        if "lora_" in name and "embed" not in name:  # of an embedding a step reads a row
+            values["experts" if "experts" in name else "dense"] += tensor.numel()
+    loop = build_adapter_loop(build_plan(tmp_path / "model", 64, max_loras=2, **OPTIONS))
+    worker = loop.executor.worker  # type: ignore[attr-defined]
+    first, second = tmp_path / "first", tmp_path / "second"
+
+    def floor_seconds(*folders: Path | None) -> tuple[float, int]:
+        """The floor of requests of one token each, so that each of them has one step."""
+        before = loop.timing
+        requests = [
+            adapted_request(f"{number} {before.steps}", [5 + number], 1, folder)
+            for number, folder in enumerate(folders)
+        ]
+        outputs = run_requests(loop, requests)
+        assert all(outputs[request.id][-1].error is None for request in requests)
+        return loop.timing.floor - before.floor, loop.timing.steps - before.steps
+
+    floor_seconds(first, second)  # reads the adapters, one after the other
+    base, steps = floor_seconds(None, None, None)
+    assert steps == 1
+    for folders, num_adapters, tokens in (
+        ((first, None, None), 1, 1),
+        ((first, second, None), 2, 1),
+        ((first, first, None), 1, 2),
+    ):
+        seconds, steps = floor_seconds(*folders)
+        assert steps == 1
+        used = 1 - (1 - 2 / 4) ** tokens  # two of four experts
+        read_bytes = 4 * num_adapters * (values["dense"] + used * values["experts"])
+        added = read_bytes / worker.roofline.hardware.bandwidth
+        assert seconds - base == pytest.approx(added, rel=1e-6)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

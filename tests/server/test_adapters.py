@@ -208,10 +208,13 @@ def test_clients_load_replace_and_unload_adapters(
     assert response.status_code == 200
     assert complete(fresh_server, "miner").status_code == 200
     assert fresh_server.backend.received[-1].lora == "miner#2"
+    assert 'bloomery_adapter_requests_total{adapter="miner"' in fresh_server.get("/metrics").text
     assert fresh_server.post("/v1/unload_lora_adapter", {"lora_name": "miner"}).status_code == 200
+    assert 'adapter="miner"' not in fresh_server.get("/metrics").text
     assert complete(fresh_server, "miner").status_code == 404
     response = fresh_server.post("/v1/unload_lora_adapter", {"lora_name": "miner"})
     assert response.status_code == 404
+    assert response.json()["error"]["param"] == "lora_name"
     # The name never stands for the old weights again.
     assert fresh_server.post("/v1/load_lora_adapter", load).status_code == 200
     assert complete(fresh_server, "miner").status_code == 200
@@ -232,14 +235,17 @@ def test_adapters_that_cannot_be_used_are_refused(
         (allowed_folder / "empty", 404, "adapter_config.json"),
         (allowed_folder / "missing", 400, "--lora-allow"),
         (allowed_folder / ("x" * 5000), 400, "File name too long"),
+        ("~no-such-user/x", 404, "no such user"),
+        ("  ", 400, "lora_path is empty"),
         (bad, 400, "rank 99 is too large"),
     ):
         body = {"lora_name": "x", "lora_path": str(path)}
         assert complete(fresh_server, str(path)).status_code == 404
         response = fresh_server.post("/v1/load_lora_adapter", body)
         assert response.status_code == status, path
-        assert reason in response.json()["error"]["message"]
-    for name in ("", "a#b", "speaker", "x" * 300):
+        error = response.json()["error"]
+        assert reason in error["message"] and error["param"] == "lora_path"
+    for name in ("", "a#b", "speaker", "x" * 300, " x", "a\nb"):
         body = {"lora_name": name, "lora_path": str(bad)}
         response = fresh_server.post("/v1/load_lora_adapter", body)
         assert response.json()["error"]["param"] == "lora_name"

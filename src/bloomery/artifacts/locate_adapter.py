@@ -17,12 +17,13 @@ from bloomery.errors import ConfigError, ModelNotFound
 ADAPTER_CONFIG = "adapter_config.json"
 # A revision or a file that began with / or had .. in it could lead out of the Hub's cache.
 ADAPTER_HUB_ID = re.compile(r"(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(@\w[\w./-]*)?(:\w[\w./ -]*)?")
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
 
 
 def locate_adapter(source: str) -> Path:
     """Return the folder or file of an adapter, and download it if need be."""
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_dir():
         if not (path / ADAPTER_CONFIG).is_file():
             raise ModelNotFound(
@@ -45,6 +46,14 @@ def locate_adapter(source: str) -> Path:
         )
     repository, revision, file = hub_id.groups(default="")
     return _download_adapter(repository, revision[1:] or None, file[1:])
+
+
+def expand_home(source: str) -> Path:
+    """Replace a ~ at the beginning by the home folder it stands for."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:
+        raise ModelNotFound(f"{source}: there is no such user; give the whole path") from None
 
 
 def _download_adapter(repository: str, revision: str | None, file: str) -> Path:
@@ -97,17 +106,17 @@ class AdapterAllowList:
         relative = PurePosixPath(name)
         is_plain = str(relative) == name and not relative.is_absolute()
         for folder in self.folders if is_plain and ".." not in relative.parts else ():
-            path = (folder / name).resolve()
-            if self._contains(path) and (path / ADAPTER_CONFIG).is_file():
-                return str(path)
-            if self._contains(path) and path.suffix == ".gguf" and path.is_file():
-                return str(path)
+            path = folder / name
+            if not self._contains(path):
+                continue
+            if (path / ADAPTER_CONFIG).is_file() or (path.suffix == ".gguf" and path.is_file()):
+                return str(path.resolve())
         return name if self._matches_hub_id(name) else None
 
     def allows(self, source: str) -> bool:
         """Whether an adapter may be loaded from a path or a Hub id."""
-        path = Path(source).expanduser()
-        return self._contains(path.resolve()) if path.exists() else self._matches_hub_id(source)
+        path = expand_home(source)
+        return self._contains(path) if path.exists() else self._matches_hub_id(source)
 
     def list_names(self) -> list[str]:
         """The names of all adapters at the top of the folders."""
@@ -116,12 +125,23 @@ class AdapterAllowList:
             for folder in self.folders
             for path in folder.iterdir()
             if (path / ADAPTER_CONFIG).is_file() or path.suffix == ".gguf"
-            if self._contains(path.resolve())
+            if self._contains(path)
         )
 
     def _contains(self, path: Path) -> bool:
-        """Whether a resolved path is below one of the folders."""
-        return any(path != folder and path.is_relative_to(folder) for folder in self.folders)
+        """Whether a path and the files of an adapter there are below one of the folders.
+
+        Where they are links, what these lead to counts.
+        """
+        try:
+            location = path.resolve()
+            files = [location, *((location / name).resolve() for name in ADAPTER_FILES)]
+        except RuntimeError:  # a link leads to itself
+            return False
+        return any(
+            location != folder and all(file.is_relative_to(folder) for file in files)
+            for folder in self.folders
+        )
 
     def _matches_hub_id(self, name: str) -> bool:
         hub_id = ADAPTER_HUB_ID.fullmatch(name)

@@ -7,20 +7,21 @@ support is refused, with the file and the remedy, and never ignored.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.artifacts import gguf
 from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.module_patterns import PatternMatcher, find_pattern_error
 from bloomery.errors import InvalidRequest
 
 Number = TypeVar("Number", int, float)
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
+MAX_CONFIG_BYTES = 16 << 20
 MERGE = "merge it into the base model with PEFT's merge_and_unload() and serve the result"
 # Settings that change the computation in ways that are not supported, and what to do.
 UNSUPPORTED = {
@@ -42,6 +43,7 @@ class AdapterConfig:
     """What a LoRA adapter states about itself."""
 
     origin: Path  # the file it comes from, for messages
+    matcher: PatternMatcher  # of the patterns below
     rank: int
     alpha: float
     use_rslora: bool = False
@@ -55,12 +57,19 @@ class AdapterConfig:
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the adapter's product in a module whose matrices have this rank."""
-        alpha = find_pattern(self.alpha_pattern, module, self.alpha)
+        alpha = self._find_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def expected_rank(self, module: str) -> int:
         """The rank of a module's matrices."""
-        return find_pattern(self.rank_pattern, module, self.rank)
+        return self._find_pattern(self.rank_pattern, module, self.rank)
+
+    def _find_pattern(self, patterns: Mapping[str, Number], module: str, default: Number) -> Number:
+        """Return the value of the first pattern that the end of a module's path matches."""
+        for pattern, value in patterns.items():
+            if self.matcher.is_end(pattern, module):
+                return value
+        return default
 
     def targets(self, module: str, layer: int | None) -> bool:
         """Whether the adapter is meant to change this module."""
@@ -72,7 +81,7 @@ class AdapterConfig:
         if isinstance(self.target_modules, str):
             if self.target_modules == "all-linear":
                 return True
-            return re.fullmatch(self.target_modules, module) is not None
+            return self.matcher.is_path(self.target_modules, module)
         return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
 
 
@@ -80,14 +89,6 @@ def module_has_parameter(module: str, parameters: frozenset[str]) -> bool:
     """Whether one of the parameters, such as `mlp.experts.down_proj`, belongs to the module."""
     owners = {parameter.rpartition(".")[0] for parameter in parameters}
     return any(not owner or f".{module}".endswith(f".{owner}") for owner in owners)
-
-
-def find_pattern(patterns: Mapping[str, Number], module: str, default: Number) -> Number:
-    """Return the value of the first pattern that the end of a module's path matches."""
-    for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
 
 
 def check_adapter_files(path: str) -> Path:
@@ -122,13 +123,17 @@ def check_adapter_files(path: str) -> Path:
     return location
 
 
-def read_adapter_config(folder: Path) -> AdapterConfig:
+def read_adapter_config(folder: Path, matcher: PatternMatcher) -> AdapterConfig:
     """Read and check the adapter_config.json of a PEFT adapter."""
     path = folder / CONFIG_FILE
-    return parse_adapter_config(parse_strict_json(path.read_bytes(), str(path)), path)
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise refuse(path, f"larger than {MAX_CONFIG_BYTES >> 20} MiB; save the adapter again")
+    return parse_adapter_config(parse_strict_json(path.read_bytes(), str(path)), path, matcher)
 
 
-def parse_adapter_config(values: Mapping[str, Any], path: Path) -> AdapterConfig:
+def parse_adapter_config(
+    values: Mapping[str, Any], path: Path, matcher: PatternMatcher
+) -> AdapterConfig:
     """Check the values of an adapter_config.json."""
     kind = values.get("peft_type", "LORA")
     if kind != "LORA":
@@ -153,21 +158,27 @@ def parse_adapter_config(values: Mapping[str, Any], path: Path) -> AdapterConfig
         raise refuse(path, "target_modules must be a list of names or a regular expression")
     if isinstance(targets, str):
         check_pattern(path, "target_modules", targets)
+    parameters = values.get("target_parameters") or []
+    if not isinstance(parameters, list):
+        raise refuse(path, "target_parameters must be a list of names")
     layers = values.get("layers_to_transform")
     if isinstance(layers, int):
         layers = [layers]
-    rank_pattern = read_patterns(path, values, "rank_pattern")
-    alpha_pattern = read_patterns(path, values, "alpha_pattern")
+    if layers is not None and not is_list_of_numbers(layers):
+        raise refuse(path, "layers_to_transform must be a list of layer numbers")
+    rank_pattern = read_patterns(path, values, "rank_pattern", read_whole)
+    alpha_pattern = read_patterns(path, values, "alpha_pattern", read_positive)
     return AdapterConfig(
         path,
-        int(read_positive(path, values, "r")),
+        matcher,
+        read_whole(path, values, "r"),
         read_positive(path, values, "lora_alpha"),
         bool(values.get("use_rslora", False)),
-        {key: int(value) for key, value in rank_pattern.items()},
+        rank_pattern,
         alpha_pattern,
         targets,
-        frozenset(map(str, values.get("target_parameters") or ())),
-        None if layers is None else frozenset(map(int, layers)),
+        frozenset(map(str, parameters)),
+        None if layers is None else frozenset(layers),
         str(values.get("base_model_name_or_path") or ""),
     )
 
@@ -183,7 +194,7 @@ def read_gguf_adapter(path: Path) -> tuple[gguf.GgufFile, AdapterConfig]:
             "'lora'; convert the adapter with convert_lora_to_gguf.py",
         )
     alpha = read_positive(path, metadata, "adapter.lora.alpha")
-    return file, AdapterConfig(path, 0, alpha)
+    return file, AdapterConfig(path, PatternMatcher(path), 0, alpha)
 
 
 def read_positive(path: Path, values: Mapping[str, Any], key: str) -> float:
@@ -194,27 +205,40 @@ def read_positive(path: Path, values: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def read_patterns(path: Path, values: Mapping[str, Any], key: str) -> dict[str, float]:
+def read_whole(path: Path, values: Mapping[str, Any], key: str) -> int:
+    """Return a positive whole number."""
+    value = read_positive(path, values, key)
+    if not value.is_integer():
+        raise refuse(path, f"{key} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def is_list_of_numbers(value: Any) -> bool:
+    """Whether a value is a list of whole numbers."""
+    return isinstance(value, list) and all(type(number) is int for number in value)
+
+
+def read_patterns(
+    path: Path,
+    values: Mapping[str, Any],
+    key: str,
+    read: Callable[[Path, Mapping[str, Any], str], Number],
+) -> dict[str, Number]:
     """Return numbers by pattern of a module's path."""
     patterns = values.get(key) or {}
     if not isinstance(patterns, dict):
         raise refuse(path, f"{key} must map patterns to numbers")
     for pattern in patterns:
         check_pattern(path, key, pattern)
-    return {pattern: read_positive(path, patterns, pattern) for pattern in patterns}
-
-
-MAX_PATTERN_LENGTH = 2000
+    named = {f"{key} {pattern!r}": value for pattern, value in patterns.items()}
+    return {pattern: read(path, named, f"{key} {pattern!r}") for pattern in patterns}
 
 
 def check_pattern(path: Path, key: str, pattern: str) -> None:
     """Refuse what is not a regular expression."""
-    try:
-        if len(pattern) > MAX_PATTERN_LENGTH:
-            raise re.error(f"longer than {MAX_PATTERN_LENGTH} characters")
-        re.compile(pattern)
-    except re.error as error:
-        raise refuse(path, f"{key} is not a regular expression: {error}") from None
+    error = find_pattern_error(pattern)
+    if error is not None:
+        raise refuse(path, f"{key} is not a regular expression: {error}")
 
 
 def refuse(path: Path, reason: str) -> InvalidRequest:

@@ -89,10 +89,10 @@ def adapter_name_of(engine_name: str) -> str:
 def check_adapter_name(name: Any, field: str = "lora_name") -> None:
     """Raise InvalidRequest for what cannot be the name of an adapter."""
     is_valid = isinstance(name, str) and name.isprintable() and VERSION_MARK not in name
-    if not is_valid or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+    if not is_valid or not 0 < len(name.strip()) == len(name) <= MAX_NAME_CHARACTERS:
         raise InvalidRequest(
             f"{field} must be a printable text of 1 to {MAX_NAME_CHARACTERS} characters without "
-            f"{VERSION_MARK!r}",
+            f"{VERSION_MARK!r}, and without spaces at its ends",
             field,
         )
 

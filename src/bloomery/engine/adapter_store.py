@@ -19,6 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from bloomery.engine.adapter_catalog import adapter_name_of
 from bloomery.engine.adapter_slots import AdapterSlot, AdapterSlots
 from bloomery.engine.background import run_in_background
 from bloomery.engine.executor import Executor
@@ -269,7 +270,7 @@ class AdapterStore:
             for use in uses:
                 self._add_ready(use, events)
             return
-        error = f"{UNUSABLE_ADAPTER} {adapter.name!r}: {error}"
+        error = f"{UNUSABLE_ADAPTER} {adapter_name_of(adapter.name)!r}: {error}"
         log.warning("%s", error)
         events.answers.append(AdapterRefusal(adapter.name, error))
         for use in uses:

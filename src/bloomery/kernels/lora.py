@@ -57,6 +57,13 @@ class AdapterBatch:
         self.groups: RowGroups | None = None
         self.slots: torch.Tensor | None = None  # [rows] int32, -1: none; None: no row has one
         self.all_slots: torch.Tensor | None = None  # of all rows of the forward pass
+        # Whether a row's adapter may change layers outside of the decoder layers. Few do.
+        self.changes_outer = True
+
+    @property
+    def outer_slots(self) -> torch.Tensor | None:
+        """The slots as layers outside of the decoder layers see them."""
+        return self.slots if self.changes_outer else None
 
     def begin(self, slots: torch.Tensor | None) -> None:
         """Set the slots of a forward pass."""

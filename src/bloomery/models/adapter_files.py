@@ -12,6 +12,7 @@ What an adapter holds and the model has no place for is an error that names it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -20,8 +21,10 @@ from typing import NamedTuple
 
 import torch
 
+from bloomery.adapter_sizes import AdapterValues
 from bloomery.artifacts import safetensors
 from bloomery.artifacts.lora import (
+    CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterConfig,
     check_adapter_files,
@@ -29,6 +32,7 @@ from bloomery.artifacts.lora import (
     read_gguf_adapter,
     refuse,
 )
+from bloomery.artifacts.module_patterns import PatternMatcher
 from bloomery.errors import CheckpointError, InvalidRequest
 from bloomery.models.adapter_memory import (
     AdapterMemory,
@@ -106,7 +110,8 @@ class AdapterReader:
         """Read an adapter into host memory; raises InvalidRequest if it cannot be used."""
         try:
             location = check_adapter_files(path)
-            return AdapterConversion(self, location).convert()
+            with PatternMatcher(location / CONFIG_FILE) as matcher:
+                return AdapterConversion(self, location, matcher).convert()
         except (CheckpointError, OSError) as error:
             raise InvalidRequest(str(error), "model") from None
 
@@ -114,7 +119,7 @@ class AdapterReader:
 class AdapterConversion:
     """The conversion of one adapter for one rank."""
 
-    def __init__(self, reader: AdapterReader, location: Path):
+    def __init__(self, reader: AdapterReader, location: Path, matcher: PatternMatcher):
         self.reader = reader
         self.is_gguf = location.is_file()
         self.config: AdapterConfig
@@ -131,7 +136,7 @@ class AdapterConversion:
             self.names = reader.names
         else:
             self.path = location / WEIGHTS_FILE
-            self.config = read_adapter_config(location)
+            self.config = read_adapter_config(location, matcher)
             header = safetensors.read_safetensors_header(self.path)
             self.source = FileSource(
                 self.path,
@@ -143,6 +148,8 @@ class AdapterConversion:
         self.used: set[str] = set()  # paths of modules
         self.exact_names = self._list_exact_names()
         self.largest_rank = 0
+        # Values that this rank has of the matrices that were converted, by their use in a step.
+        self.num_values = Counter[str]()
 
     def convert(self) -> ConvertedAdapter:
         """Find the matrices of every target and lay them out as in a device slot."""
@@ -158,6 +165,8 @@ class AdapterConversion:
             table = self._convert_table(table_target)
             if table is not None:
                 tables[index] = table.contiguous()
+                if table_target.name == self.reader.names.head:
+                    self.num_values["head"] += table.numel()
         self._check_all_used()
         num_targets = sum(
             any(role in module.tensors for role in ("a", "weight"))
@@ -171,6 +180,9 @@ class AdapterConversion:
             tables,
             self.largest_rank,
             num_targets,
+            AdapterValues(
+                self.num_values["matrices"], self.num_values["experts"], self.num_values["head"]
+            ),
         )
 
     def _convert_targets(self, memory: SlotMemory) -> torch.Tensor:
@@ -354,7 +366,7 @@ class AdapterConversion:
         if name is None:
             return None
         shape = self.source.shape(name)
-        if len(shape) != dims:
+        if len(shape) != dims or 0 in shape:
             raise refuse(self.path, f"{name} has shape {list(shape)}; save the adapter again")
         loaded = self.source.tensor(name, shape).load(torch.float32, CPU)
         if not bool(torch.isfinite(loaded.sum())):  # one pass: a sum keeps what is not finite
@@ -408,7 +420,16 @@ class AdapterConversion:
             )
         self.largest_rank = max(self.largest_rank, rank)
         scale = self.config.scale(path, rank)
-        return LowRankPair(a, b * scale, None if bias is None else bias * scale)
+        b = b * scale
+        dtype = self.reader.memory.dtype
+        if max(float(a.abs().max()), float(b.abs().max())) > torch.finfo(dtype).max:
+            name = str(dtype).removeprefix("torch.")
+            raise refuse(
+                self.path,
+                f"{path} has values too large for {name}, in which the server computes; check "
+                "lora_alpha, or start the server with --dtype bfloat16",
+            )
+        return LowRankPair(a, b, None if bias is None else bias * scale)
 
     def _check_shape(
         self, module: AdapterModule, pair: LowRankPair, outputs: int, inputs: int
@@ -655,6 +676,7 @@ class ArrangedLayer:
         # The last column says which of the adapter's layers a row belongs to.
         arranged = self._arrange(self._read_rows)
         layer_of_row = arranged[:, -1].long()
+        self._count_values(layer_of_row)
         columns = layer_of_row[:, None] * self.rank + torch.arange(self.rank)
         rows = arranged.gather(1, columns)
         first_row = 0
@@ -666,6 +688,21 @@ class ArrangedLayer:
         b.view(-1, self.rank).copy_(self._select_rows(rows))
         if bias is not None:
             self._write_bias(bias)
+
+    def _count_values(self, layer_of_row: torch.Tensor) -> None:
+        """Count the values that this rank has of A and B, by their use (see AdapterValues)."""
+        target = self.target
+        ranks = torch.tensor([0 if pair is None else len(pair.a) for pair in self.pairs.values()])
+        b_values = int(self._select_rows(ranks[layer_of_row]).sum())
+        a_values = target.adapters.inputs * int(ranks[layer_of_row.unique()].sum())
+        use = "matrices"
+        if target.is_embedding:
+            use = "embedding"  # looked up: a step reads a few rows
+        elif target.is_expert:
+            use = "experts"
+        elif target.stored == self.conversion.reader.names.head:
+            use = "head"
+        self.conversion.num_values[use] += a_values + b_values
 
     def _write_a(self, a: torch.Tensor, part: int, values: torch.Tensor) -> None:
         """Fill A of one part. That of an embedding is stored transposed."""

@@ -7,7 +7,8 @@ is called in checkpoints, which is how adapter_files.py finds its matrices.
 
 Few adapters change the embedding or the head, and every step of every other adapter would pay for
 it. So the targets outside of the decoder layers have a block of their own, which is allocated for
-the first adapter that needs it.
+the first adapter that needs it. Only steps with such an adapter read it, so captured steps of other
+adapters stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from math import prod
 
 import torch
 
+from bloomery.adapter_sizes import NO_VALUES, AdapterValues, align, pad_rank
 from bloomery.kernels.lora import (
     MAX_PARALLEL_ROWS,
     MAX_SPLITS,
@@ -30,9 +32,6 @@ from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.lora import EmbeddingAdapters, LinearAdapters, TableAdapters
 from bloomery.spec import AttentionSpec, FusedTensor, RecurrentSpec, SplitTensors
-
-ALIGNMENT = 64  # values: the matrices of a slot begin at whole cache lines
-RANK_MULTIPLE = {"cpu": 8, "cuda": 16}  # ranks are padded to what the kernels compute at once
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,12 @@ class ConvertedAdapter:
     tables: dict[int, torch.Tensor] = field(default_factory=dict)  # by index of the table target
     rank: int = 0
     num_targets: int = 0
+    own_values: AdapterValues = NO_VALUES  # without the padding of the slot
+
+    @property
+    def changes_outer(self) -> bool:
+        """Whether it changes anything outside of the decoder layers."""
+        return self.outer_values is not None or bool(self.tables)
 
     @property
     def num_bytes(self) -> int:
@@ -127,13 +132,13 @@ class AdapterMemory:
         self.max_rank = max_rank
         self.dtype = dtype
         self.device = device
-        multiple = RANK_MULTIPLE.get(device.type, 1)
-        self.padded_rank = -(-max_rank // multiple) * multiple
+        self.padded_rank = pad_rank(max_rank, device.type)
         self.batch = AdapterBatch()
         self.layers = SlotMemory(self.padded_rank)
         self.outer = SlotMemory(self.padded_rank)  # targets outside of the decoder layers
         self.embeddings: list[EmbeddingAdapters] = []
         self.tables: list[TableTarget] = []
+        self.outer_slots: set[int] = set()  # whose adapters change anything outside of the layers
         self.staging: StagingRing | None = None  # None: on a CPU
 
     # ---- registration, while the model is loaded ----
@@ -152,7 +157,9 @@ class AdapterMemory:
         """Register a linear layer, or with `num_experts` the matrices of all experts of a block."""
         row_parts = select_row_parts(parts, shard)
         own_inputs = inputs if shard.cols is None else shard.cols[1] - shard.cols[0]
-        adapters = LinearAdapters(self.batch, own_inputs, row_parts, num_experts or 1)
+        adapters = LinearAdapters(
+            self.batch, own_inputs, row_parts, num_experts or 1, is_outer=not prefix
+        )
         target = AdapterTarget(
             prefix,
             stored,
@@ -231,14 +238,6 @@ class AdapterMemory:
         for layer, values in zip(adapters, shrunk.split(sizes)):
             layer.shrunk = values.view(SHRUNK_COPIES, -1)
 
-    def _allocate_outer(self) -> None:
-        """Allocate the slots of the targets outside of the decoder layers."""
-        self.outer.allocate(self.num_slots, self.dtype, self.device)
-        for embedding in self.embeddings:
-            low_rank = embedding.linear.matrices
-            assert low_rank is not None
-            embedding.lookup = view_lookup(low_rank.a)
-
     def step_bytes(self, num_tokens: int) -> int:
         """The bytes that the adapters of a step of that many tokens take besides the base model."""
         # The head has the most outputs, but it runs for the last tokens of sequences only.
@@ -282,32 +281,51 @@ class AdapterMemory:
             "--gpu-memory-utilization or with fewer --max-loras"
         )
 
+    def allocate_outer(self, adapter: ConvertedAdapter) -> bool:
+        """Allocate what an adapter needs outside of the decoder layers and no earlier one did.
+
+        Returns whether memory was allocated. Captured steps with such adapters do not know it.
+        """
+        is_first = False
+        if adapter.outer_values is not None and self.outer.values is None:
+            self.outer.allocate(self.num_slots, self.dtype, self.device)
+            for embedding in self.embeddings:
+                low_rank = embedding.linear.matrices
+                assert low_rank is not None
+                embedding.lookup = view_lookup(low_rank.a)
+            is_first = True
+        for index in adapter.tables:
+            tables = self.tables[index].tables
+            if tables.tables is None:
+                tables.allocate(self.num_slots, self.dtype, self.device)
+                is_first = True
+        return is_first
+
     def load(self, slot: int, adapter: ConvertedAdapter) -> bool:
         """Copy an adapter into a slot, before anything that is queued later.
 
-        Returns whether memory was allocated for it, which steps that were captured do not know.
+        Returns whether memory was allocated for it: see `allocate_outer`.
         """
         assert self.layers.values is not None
+        is_first = self.allocate_outer(adapter)
         self._copy(adapter.values, self.layers.values[slot])
-        is_first = False
-        if adapter.outer_values is not None and self.outer.values is None:
-            self._allocate_outer()
-            is_first = True
-        if adapter.outer_values is not None and self.outer.values is not None:
-            self._copy(adapter.outer_values, self.outer.values[slot])
-        elif self.outer.values is not None:
-            self.outer.values[slot].zero_()
+        if self.outer.values is not None:
+            if adapter.outer_values is None:
+                self.outer.values[slot].zero_()
+            else:
+                self._copy(adapter.outer_values, self.outer.values[slot])
         for index, target in enumerate(self.tables):
             tables = target.tables
+            if tables.tables is None or tables.active is None:
+                continue
             table = adapter.tables.get(index)
             if table is not None:
-                if tables.tables is None:
-                    tables.allocate(self.num_slots, self.dtype, self.device)
-                    is_first = True
-                assert tables.tables is not None
                 self._copy(table, tables.tables[slot])
-            if tables.active is not None:
-                tables.active[slot] = int(table is not None)
+            tables.active[slot] = int(table is not None)
+        if adapter.changes_outer:
+            self.outer_slots.add(slot)
+        else:
+            self.outer_slots.discard(slot)
         return is_first
 
     def _copy(self, values: torch.Tensor, slot: torch.Tensor) -> None:
@@ -316,11 +334,6 @@ class AdapterMemory:
             slot.copy_(values)
         else:
             self.staging.copy(values, slot)
-
-
-def align(count: int) -> int:
-    """Round a number of values up to a whole cache line."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def select_row_parts(parts: Sequence[int], shard: WeightShard) -> list[int]:

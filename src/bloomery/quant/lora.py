@@ -38,9 +38,15 @@ class LinearAdapters:
     """
 
     def __init__(
-        self, batch: AdapterBatch, inputs: int, row_parts: Sequence[int], num_experts: int = 1
+        self,
+        batch: AdapterBatch,
+        inputs: int,
+        row_parts: Sequence[int],
+        num_experts: int = 1,
+        is_outer: bool = False,
     ):
         self.batch = batch
+        self.is_outer = is_outer
         self.inputs = inputs
         self.row_parts = tuple(row_parts)
         self.num_experts = num_experts
@@ -52,7 +58,8 @@ class LinearAdapters:
     @property
     def is_active(self) -> bool:
         """Whether a row of this step may have an adapter that changes this layer."""
-        return self.batch.slots is not None and self.matrices is not None
+        slots = self.batch.outer_slots if self.is_outer else self.batch.slots
+        return slots is not None and self.matrices is not None
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of A, B and bias in one slot."""
@@ -165,7 +172,7 @@ class TableAdapters:
         self, token_ids: torch.Tensor, x: torch.Tensor, pool: ThreadPool | None
     ) -> None:
         """Replace the embeddings x [rows, width] of rows whose adapter has its own, in place."""
-        slots = self.batch.slots
+        slots = self.batch.outer_slots
         if slots is not None and self.tables is not None:
             lora_lookup(token_ids, self.tables, slots, self.first_id, x, self.active, pool)
 
@@ -173,7 +180,7 @@ class TableAdapters:
         self, x: torch.Tensor, logits: torch.Tensor, pool: ThreadPool | None
     ) -> None:
         """Replace the logits [rows, ids] of rows whose adapter has its own head, in place."""
-        slots = self.batch.slots
+        slots = self.batch.outer_slots
         if slots is not None and self.tables is not None and self.active is not None:
             lora_project(x, self.tables, slots, logits, self.active, pool)
 
@@ -184,7 +191,7 @@ class EmbeddingAdapters:
     def __init__(self, batch: AdapterBatch, first_id: int, num_ids: int, width: int):
         self.batch = batch
         # The A of an embedding is looked up by token instead of multiplied.
-        self.linear = LinearAdapters(batch, num_ids, [0] * width)
+        self.linear = LinearAdapters(batch, num_ids, [0] * width, is_outer=True)
         self.tables = TableAdapters(batch, first_id, num_ids, width)
         self.lookup: torch.Tensor | None = None  # [slots, ids, rank]
 
@@ -192,7 +199,7 @@ class EmbeddingAdapters:
         self, token_ids: torch.Tensor, x: torch.Tensor, pool: ThreadPool | None = None
     ) -> torch.Tensor:
         """Change the embeddings x [rows, width] of these tokens, in place."""
-        slots = self.batch.slots
+        slots = self.batch.outer_slots
         matrices = self.linear.matrices
         self.tables.replace_embeddings(token_ids, x, pool)
         if slots is None or matrices is None or self.lookup is None:

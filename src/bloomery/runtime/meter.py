@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from bloomery.hardware import HardwareSpec
 from bloomery.messages import ScheduledStep, StepTiming
-from bloomery.roofline import Roofline, WeightPrecision, count_parameters
+from bloomery.roofline import Roofline, StepAdapter, WeightPrecision, count_parameters
 from bloomery.spec import ModelSpec
 
 # Seconds between the last result and the next step. After a longer pause there was no work to do.
@@ -77,6 +78,7 @@ class StepReading:
     forward_end: float = 0.0  # host clock; 0: the step did not wait for masks
     sampling_start: float = 0.0  # host clock; 0: sampling was not measured separately
     sampling_seconds: float = 0.0
+    adapters: Sequence[StepAdapter] = ()
     # On a GPU: "start", "end", and where they were measured "forward end" and "sampling".
     events: dict[str, torch.cuda.Event] = field(default_factory=dict)
 
@@ -113,6 +115,11 @@ class StepMeter:
                 event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.current.events[name] = event
+
+    def count_adapters(self, adapters: Sequence[StepAdapter]) -> None:
+        """Note the LoRA adapters of the step's tokens."""
+        if self.current is not None:
+            self.current.adapters = adapters
 
     def end_forward(self) -> None:
         """Mark where the forward pass ends, if the step then waits for masks."""
@@ -161,6 +168,7 @@ class StepMeter:
         floor = self.roofline.floor_seconds(num_tokens, attended, num_sampled, pairs)
         expected = self.roofline.expected_seconds(num_tokens, attended, num_sampled, pairs)
         communication = self.roofline.communication_seconds(num_tokens, num_sampled)
+        adapter_seconds = self.roofline.adapter_seconds(reading.adapters)
         padding = 0.0
         if reading.num_padding:
             padded_floor = self.roofline.floor_seconds(
@@ -170,6 +178,8 @@ class StepMeter:
                 pairs,
             )
             padding = padded_floor - floor
+        floor += adapter_seconds
+        expected += adapter_seconds
         if self.on_gpu:
             device, idle, sampling, masks = self._read_events(reading)
         else:

@@ -34,6 +34,7 @@ from bloomery.kernels.launch import MissingKernels, defer_compilations
 from bloomery.kernels.rows import advance_rows
 from bloomery.kernels.sampling_rows import SampleOutputs
 from bloomery.kernels.state_cache import LayerStates, RecurrentMetadata
+from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.decoder import Decoder
 from bloomery.native.thread_pool import OpTrace, ThreadPool, TraceArena
 from bloomery.native.trace import UnsupportedOperation, record_trace
@@ -144,8 +145,11 @@ class WorkRunner(Protocol):
     """Runs the work of a step, which reads and writes static buffers only."""
 
     def run(self, shape: StepShape, work: StepWork) -> None: ...
-    def forget_adapters(self) -> None:
-        """Drop what was captured of steps with adapters; it is captured anew when it recurs."""
+    def forget_outer(self) -> None:
+        """Drop captured steps with adapters that change layers outside of the decoder layers.
+
+        They are captured anew when they recur.
+        """
         ...
 
 
@@ -155,7 +159,7 @@ class EagerRunner:
     def run(self, shape: StepShape, work: StepWork) -> None:
         work()
 
-    def forget_adapters(self) -> None:
+    def forget_outer(self) -> None:
         pass
 
 
@@ -171,8 +175,8 @@ class CpuTraceRunner:
         """Record a trace of the work; raises UnsupportedOperation if that is impossible."""
         self.traces[shape] = record_trace(self.pool, work, self.arena)
 
-    def forget_adapters(self) -> None:
-        self.traces = {shape: t for shape, t in self.traces.items() if not shape.has_adapters}
+    def forget_outer(self) -> None:
+        self.traces = {shape: t for shape, t in self.traces.items() if not shape.changes_outer}
 
     def run(self, shape: StepShape, work: StepWork) -> None:
         if shape not in self.traces:
@@ -254,8 +258,8 @@ class CudaGraphRunner:
             self.pool.pending.append((self, shape, work))
         self.seen_shapes.add(shape)
 
-    def forget_adapters(self) -> None:
-        self.graphs = {shape: g for shape, g in self.graphs.items() if not shape.has_adapters}
+    def forget_outer(self) -> None:
+        self.graphs = {shape: g for shape, g in self.graphs.items() if not shape.changes_outer}
 
     def capture(self, shape: StepShape, work: StepWork, missing: MissingKernels) -> bool:
         """Capture the work; if it needs kernels that are not compiled yet, collect those instead.
@@ -288,6 +292,7 @@ class ModelRunner:
         tokens arrive before the step that needs them.
     mixed_steps: steps with prefill chunks may read their decode inputs from the device.
     logits_dtype: of the model's logits, as far as nothing converts them.
+    adapter_memory: the device slots of LoRA adapters, if the model takes them.
     """
 
     def __init__(
@@ -302,8 +307,10 @@ class ModelRunner:
         mixed_steps: bool = True,
         graph_pool: GraphPool | None = None,
         logits_dtype: torch.dtype = torch.float32,
+        adapter_memory: AdapterMemory | None = None,
     ):
         self.model = model
+        self.adapter_memory = adapter_memory
         self.rows = rows
         self.sample_tokens = sample_tokens
         self.samples = samples
@@ -376,11 +383,19 @@ class ModelRunner:
             shapes += self.sizes.decode_shapes(is_masked=True)
         shapes += self.sizes.sampling_shapes(with_masked, self.mixed_steps)
         if with_adapters:
-            shapes += self.sizes.decode_shapes(has_adapters=True)
-            if self.mixed_steps:
-                mixed = self.sizes.mixed_shapes()
-                shapes += [shape._replace(has_adapters=True) for shape in mixed]
+            shapes += self._list_adapter_shapes()
         return shapes
+
+    def _list_adapter_shapes(self) -> list[StepShape]:
+        shapes = self.sizes.decode_shapes(has_adapters=True)
+        mixed = self.sizes.mixed_shapes() if self.mixed_steps else []
+        return shapes + [shape._replace(has_adapters=True) for shape in mixed]
+
+    def list_outer_shapes(self) -> list[StepShape]:
+        """The steps with adapters that change layers outside of the decoder layers."""
+        if self.graph_runner is None:
+            return []
+        return [shape._replace(changes_outer=True) for shape in self._list_adapter_shapes()]
 
     def release_incomplete_graphs(self) -> None:
         """Free the graphs that lack kernels, once there are complete ones."""
@@ -408,6 +423,7 @@ class ModelRunner:
         if order is not self.resident_order or not is_resident:
             slots = order.adapter_slots
             shape = self.sizes.pad_decode(len(order.rows), is_masked, slots is not None)
+            shape = self._note_outer(shape, slots)
             self.buffers.write_decodes(order.row_indices, shape)
             if slots is not None:
                 self.buffers.write_adapters(slots, shape)
@@ -451,6 +467,7 @@ class ModelRunner:
         num_tokens = num_decodes + sum(scheduled.count for scheduled, _ in chunks)
         slots = list_adapter_slots(order, chunks)
         shape = self.sizes.pad_mixed(num_decodes, num_tokens, max_position, slots is not None)
+        shape = self._note_outer(shape, slots)
         self.num_padding = shape.num_tokens - num_tokens
         self.num_unsampled_slots = shape.num_sequences
         self.buffers.write_mixed(order.row_indices, chunks, shape)
@@ -465,9 +482,18 @@ class ModelRunner:
         shape = sampling_shape(self.num_unsampled_slots)
         self.work_runner.run(shape, partial(self._compute, shape))
 
+    def _note_outer(self, shape: StepShape, slots: np.ndarray | None) -> StepShape:
+        """Note in the shape whether one of the slots changes more than the decoder layers."""
+        if slots is None or self.adapter_memory is None:
+            return shape
+        changes_outer = not self.adapter_memory.outer_slots.isdisjoint(slots.tolist())
+        return shape._replace(changes_outer=changes_outer)
+
     def run_host_batch(self, batch: StepBatch) -> torch.Tensor:
         """Queue a step that the host laid out; returns hidden states at its output indices."""
         self.num_padding = 0
+        if self.adapter_memory is not None:
+            self.adapter_memory.batch.changes_outer = True
         return self._hidden_states(batch)
 
     def _hidden_states(self, batch: StepBatch) -> torch.Tensor:
@@ -487,6 +513,8 @@ class ModelRunner:
             self._sample(self.logits[:num_slots], rows, self.slot_seq_lens[:num_slots], True)
             return
         batch = self.buffers.gather(shape)
+        if self.adapter_memory is not None:
+            self.adapter_memory.batch.changes_outer = shape.changes_outer
         hidden = self._hidden_states(batch)
         if not self.samples:
             return

@@ -164,6 +164,7 @@ class StepShape(NamedTuple):
     # Mixed steps always do, so that one graph serves requests with and without grammars.
     samples_apart: bool = False
     has_adapters: bool = False  # some tokens have a LoRA adapter; other steps do not pay for them
+    changes_outer: bool = False  # one of these changes layers outside of the decoder layers
 
     @property
     def num_sequences(self) -> int:

@@ -9,6 +9,8 @@ the device for the next step, so no step waits for the result of another.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -35,13 +37,13 @@ from bloomery.messages import (
     StepOutput,
     TokenLogprob,
 )
-from bloomery.models.adapter_memory import AdapterMemory
+from bloomery.models.adapter_memory import AdapterMemory, ConvertedAdapter
 from bloomery.models.checkpoint import ProgressReport
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import DeviceMesh
-from bloomery.roofline import Roofline
+from bloomery.roofline import Roofline, StepAdapter
 from bloomery.runtime.activation_memory import LOGITS_CHUNK, measure_activation_memory
 from bloomery.runtime.batch_invariant import find_batch_invariant_tile
 from bloomery.runtime.device import check_device
@@ -85,6 +87,8 @@ log = logging.getLogger("bloomery.worker")
 # Every eighth shape is tried first, to find the kernels that must be compiled. Neighbouring shapes
 # mostly use the same kernels.
 TRIED_SHAPE_STRIDE = 8
+# Between two captures while requests run, so that steps go on. Chosen: some steps long.
+PAUSE_SECONDS = 0.05
 # Bytes of GPU memory (1.25 GiB) for the driver's part of CUDA graphs and for libraries.
 GRAPH_OVERHEAD_BYTES = 5 << 28
 
@@ -117,7 +121,8 @@ class Worker:
         self._check_recurrent_layers()
         self.adapters: WorkerAdapters | None = None
         if loaded.adapter_reader is not None:
-            self.adapters = WorkerAdapters(loaded.adapter_reader)
+            self.adapters = WorkerAdapters(loaded.adapter_reader, self._prepare_adapter)
+        self.step_lock = threading.Lock()  # whoever queues steps or captures them
         self.start_timer.end("weights")
         self.backend = self._select_attention_backend()
         self.kv_cache_dtype = self._select_kv_cache_dtype()
@@ -341,6 +346,7 @@ class Worker:
             mixed_steps=mixed_steps,
             graph_pool=self.graph_pool,
             logits_dtype=self._find_logits_dtype(),
+            adapter_memory=self.decoder.adapter_memory,
         )
 
     @torch.inference_mode()
@@ -471,7 +477,44 @@ class Worker:
         for slot, name in step.lora_loads:
             assert self.adapters is not None
             if self.adapters.fill_slot(slot - 1, name):
-                self.runner.work_runner.forget_adapters()
+                self.runner.work_runner.forget_outer()
+
+    def _prepare_adapter(self, adapter: ConvertedAdapter) -> None:
+        """Prepare for the first adapter with an embedding or a head of its own, between steps.
+
+        Called on the thread that reads adapters. Steps without such adapters keep their graphs.
+        Steps with them launch some kernels for the first time. These are compiled here, because
+        running streams would wait for that. The graphs are captured like those of other new shapes.
+        Tensor parallel ranks do all of it in the step that needs the adapter, at the same time.
+        """
+        memory = self.decoder.adapter_memory
+        if memory is None or self.mesh.group.size > 1:
+            return
+        with self.step_lock, torch.inference_mode():
+            if not memory.allocate_outer(adapter):
+                return
+            self.runner.work_runner.forget_outer()
+        shapes = self.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
+        if not shapes:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        missing: MissingKernels = {}
+        for shape in shapes:
+            with self.step_lock, torch.inference_mode():
+                self.runner.capture(shape, missing)
+            time.sleep(PAUSE_SECONDS)
+        compile_kernels(missing)
+        with self.step_lock:
+            self.runner.release_incomplete_graphs()
+
+    def _list_step_adapters(self, step: ScheduledStep) -> list[StepAdapter]:
+        """Return the adapters of the step's tokens."""
+        if self.adapters is None:
+            return []
+        order = self.rows.order_decodes(step.decodes, step.decode_positions)
+        chunks = [(chunk, self.rows.by_sequence[chunk.sequence]) for chunk in step.chunks]
+        return self.adapters.list_step_adapters(order, chunks)
 
     # ---- steps -----------------------------------------------------------------------------------
 
@@ -482,10 +525,15 @@ class Worker:
         A step with masked sequences queues its forward pass and samples in `provide_masks`.
         sampled: (sequence, last token) pairs, where another pipeline stage has sampled them.
         """
+        with self.step_lock:
+            return self._launch_step(step, sampled)
+
+    def _launch_step(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]]) -> LaunchedStep:
         if self.meter is not None:
             self.meter.begin(step)
         launched = self._run_step(step, sampled)
         if self.meter is not None:
+            self.meter.count_adapters(self._list_step_adapters(step))
             launched.meter = self.meter
             launched.num_padding = self.runner.num_padding
             if launched.is_launched:
@@ -597,9 +645,10 @@ class Worker:
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in step.masked]
 
         def sample(masks: np.ndarray) -> SamplerOutput | None:
-            self.sampler.send_masks(masked_rows, masks)
-            self._sample_apart()
-            return self._read_outputs(order, mixed)
+            with self.step_lock:
+                self.sampler.send_masks(masked_rows, masks)
+                self._sample_apart()
+                return self._read_outputs(order, mixed)
 
         return LaunchedStep(sequences, None, decode_indices=order.step_indices, sample=sample)
 
@@ -623,11 +672,12 @@ class Worker:
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in masked]
 
         def sample(bits: np.ndarray) -> SamplerOutput:
-            self.sampler.upload_new_requests()
-            self.sampler.send_masks(masked_rows, bits)
-            self.sampler.apply_masks(len(masked_rows))
-            self.sampler.mask_upload.mark_taken()
-            return self._sample(requests, logits)
+            with self.step_lock:
+                self.sampler.upload_new_requests()
+                self.sampler.send_masks(masked_rows, bits)
+                self.sampler.apply_masks(len(masked_rows))
+                self.sampler.mask_upload.mark_taken()
+                return self._sample(requests, logits)
 
         return LaunchedStep(sequences, None, prompt_reports, embeddings, sample=sample)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from bloomery.adapter_sizes import AdapterValues
 from bloomery.errors import InvalidRequest
 from bloomery.messages import AdapterInfo
 from bloomery.models.adapter_files import AdapterReader
 from bloomery.models.adapter_memory import ConvertedAdapter
+from bloomery.roofline import StepAdapter
+from bloomery.runtime.rows import BatchOrder, PlacedRequest
 
 log = logging.getLogger("bloomery.adapters")
 
@@ -28,9 +32,12 @@ SWITCH_SECONDS = 1e-4
 class WorkerAdapters:
     """Adapters by name, converted for this rank's part of the model."""
 
-    def __init__(self, reader: AdapterReader):
+    def __init__(self, reader: AdapterReader, prepare: Callable[[ConvertedAdapter], None]):
+        """`prepare` is called on the thread with each adapter that has been read."""
         self.reader = reader
+        self.prepare = prepare
         self.adapters: dict[str, ConvertedAdapter] = {}
+        self.values_in_slot: dict[int, AdapterValues] = {}
         self.lock = threading.Lock()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
@@ -42,6 +49,7 @@ class WorkerAdapters:
         try:
             with short_switch_interval():
                 adapter = self.reader.read(path)
+                self.prepare(adapter)
         except InvalidRequest:
             raise
         except Exception as error:
@@ -61,12 +69,28 @@ class WorkerAdapters:
     def fill_slot(self, slot: int, name: str) -> bool:
         """Copy an adapter into a device slot, counted from 0.
 
-        Returns whether steps with adapters must be captured anew, because it is the first one with
-        an embedding or a head of its own.
+        Returns whether memory was allocated for it, which captured steps do not know.
         """
         with self.lock:
             adapter = self.adapters[name]
+        self.values_in_slot[slot] = adapter.own_values
         return self.reader.memory.load(slot, adapter)
+
+    def list_step_adapters(
+        self, order: BatchOrder, chunks: Sequence[PlacedRequest]
+    ) -> list[StepAdapter]:
+        """Return the adapters of a step, with the number of their tokens."""
+        slots = [] if order.adapter_slots is None else order.adapter_slots.tolist()
+        num_tokens = Counter[int](slots)
+        num_sampled = Counter(num_tokens)
+        for scheduled, row in chunks:
+            num_tokens[row.adapter_slot] += scheduled.count + len(scheduled.drafts)
+            num_sampled[row.adapter_slot] += scheduled.samples
+        return [
+            StepAdapter(self.values_in_slot[slot], count, num_sampled[slot])
+            for slot, count in num_tokens.items()
+            if slot >= 0
+        ]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from bloomery.engine.adapter_catalog import (
 )
 from bloomery.errors import BloomeryError, InvalidRequest, ModelNotFound
 from bloomery.messages import AdapterInfo
+from bloomery.server.adapter_metrics import AdapterMetrics
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.errors import HttpError
 
@@ -56,8 +57,10 @@ class ServedAdapters:
         settings: AdapterSettings,
         base_names: Sequence[str],
         has_keys: bool,
+        metrics: AdapterMetrics,
     ):
         self.backend = backend
+        self.metrics = metrics
         self.settings = settings
         self.base_names = base_names
         self.has_keys = has_keys
@@ -67,6 +70,7 @@ class ServedAdapters:
         self.searches: dict[str, asyncio.Task[NamedAdapter | None]] = {}  # by name
         for module in settings.modules:
             self.catalog.put(self.catalog.create(module.name, module.path, module.source))
+            metrics.add_loaded(module.name)
 
     @property
     def adapters(self) -> Sequence[NamedAdapter]:
@@ -127,6 +131,7 @@ class ServedAdapters:
             return None
         adapter = self.catalog.create(name, str(path), source)
         self.catalog.put(adapter)
+        self.metrics.add_found(name)
         return adapter
 
     async def describe_unknown(self, name: str) -> str:
@@ -193,12 +198,13 @@ class ServedAdapters:
         if name in self.base_names:
             raise InvalidRequest(f"{name!r} is the name of the base model", "lora_name")
         if name in self.loading:
-            raise HttpError(409, f"the adapter {name!r} is being loaded", "adapter_exists")
+            message = f"the adapter {name!r} is being loaded; wait for the answer to that request"
+            raise HttpError(409, message, "adapter_exists", param="lora_name")
         if name in self.catalog.adapters and not in_place:
             message = (
                 f"the adapter {name!r} is loaded already: unload it first, or give load_inplace"
             )
-            raise HttpError(400, message, "adapter_exists")
+            raise HttpError(400, message, "adapter_exists", param="lora_name")
         self.loading.add(name)
         try:
             path = await asyncio.to_thread(self._locate_allowed, source)
@@ -212,6 +218,7 @@ class ServedAdapters:
             self.loading.discard(name)
         before = self.catalog.put(adapter)
         self.infos[name] = info
+        self.metrics.add_loaded(name)
         if before is not None:
             self.backend.unload_adapter(before.engine_name)
         return adapter
@@ -219,6 +226,10 @@ class ServedAdapters:
     def _locate_allowed(self, source: str) -> Path:
         """Find the files of an adapter that a client wants to load."""
         allow_list = self.settings.allow_list
+        if not source.strip():
+            raise InvalidRequest(
+                "lora_path is empty; name a folder, a .gguf file or a Hub id", "lora_path"
+            )
         try:
             if allow_list and not allow_list.allows(source):
                 raise InvalidRequest(
@@ -226,10 +237,10 @@ class ServedAdapters:
                 )
             return locate_adapter(source)
         except ModelNotFound as error:
-            raise HttpError(404, str(error), "adapter_not_found") from None
+            raise HttpError(404, str(error), "adapter_not_found", param="lora_path") from None
         except OSError as error:
             raise InvalidRequest(
-                f"lora_path cannot be used: {error.strerror}", "lora_path"
+                f"lora_path cannot be used ({error.strerror}); check the path", "lora_path"
             ) from None
 
     def unload(self, name: str) -> NamedAdapter:
@@ -237,8 +248,10 @@ class ServedAdapters:
         self._check_may_load()
         adapter = self.catalog.adapters.pop(name, None)
         if adapter is None:
-            raise HttpError(404, f"there is no adapter {name[:64]!r}", "adapter_not_found")
+            message = f"there is no adapter {name[:64]!r}; GET /lora-adapters lists them"
+            raise HttpError(404, message, "adapter_not_found", param="lora_name")
         self.infos.pop(name, None)
+        self.metrics.drop(name)
         self.backend.unload_adapter(adapter.engine_name)
         return adapter
 

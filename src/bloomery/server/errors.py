@@ -68,6 +68,7 @@ class HttpError(BloomeryError):
         message: str,
         code: str | None = None,
         tgi_error_type: str = "validation",
+        param: str | None = None,
         **headers: str,
     ):
         super().__init__(message)
@@ -75,6 +76,7 @@ class HttpError(BloomeryError):
             status,
             message,
             code,
+            param,
             tgi=TgiWording(tgi_error_type),
             headers={name.replace("_", "-"): value for name, value in headers.items()},
         )

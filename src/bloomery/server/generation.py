@@ -239,10 +239,9 @@ class GenerationJob:
         error = service.engine_error()
         if error is not None:
             raise error
-        open_adapters = service.metrics.open_adapters
         names = [adapter.name for adapter in self.adapters if adapter is not None]
-        open_adapters.update(names)
-        self.call.cleanup.callback(open_adapters.subtract, names)
+        service.metrics.adapters.open(names)
+        self.call.cleanup.callback(service.metrics.adapters.close, names)
         self.timings.submitted = time.monotonic()
         lengths = [(len(request.prompt), request.max_tokens) for request in requests]
         service.metrics.observe_submit(self.timings, lengths, self.inputs[0].params.n)
@@ -277,7 +276,9 @@ class GenerationJob:
             if adapter is not None:
                 answers = generation.completions.values()
                 num_tokens = sum(len(answer.token_ids) for answer in answers)
-                metrics.observe_adapter(adapter.name, len(generation.prompt_ids), num_tokens)
+                metrics.adapters.observe_answer(
+                    adapter.name, len(generation.prompt_ids), num_tokens
+                )
         inference_seconds = max(timings.last_token - timings.started, 1e-6)
         self.call.log_fields |= {
             "prompt_tokens": self.num_prompt_tokens,

@@ -24,6 +24,7 @@ from bloomery.config import installed_torch_version
 from bloomery.engine.adapter_catalog import adapter_name_of
 from bloomery.engine.loop import break_down_time
 from bloomery.messages import CacheGroup, EngineCapacity, EngineStats
+from bloomery.server.adapter_metrics import AdapterMetrics
 from bloomery.server.backend import InferenceBackend
 from bloomery.server.history import HISTORY_FIELDS, INTERVAL_SECONDS, NUM_SAMPLES
 from bloomery.server.metric_names import COUNTERS, GAUGES, HISTOGRAMS, PREFIXES
@@ -144,13 +145,7 @@ class ServerMetrics:
         self.responses: Counter[tuple[str, ...]] = Counter()  # by route and status
         self.unknown_fields: Counter[tuple[str, ...]] = Counter()  # by route
         self.perceived: Counter[tuple[str, ...]] = Counter()  # by measure and band
-        # By LoRA adapter:
-        self.adapter_requests: Counter[tuple[str, ...]] = Counter()
-        self.adapter_prompt_tokens: Counter[tuple[str, ...]] = Counter()
-        self.adapter_generated_tokens: Counter[tuple[str, ...]] = Counter()
-        self.adapter_slot_loads: Counter[tuple[str, ...]] = Counter()
-        self.adapter_slot_evictions: Counter[tuple[str, ...]] = Counter()
-        self.open_adapters: Counter[str] = Counter()  # open requests
+        self.adapters = AdapterMetrics()
         self.prompt_token_rate = TokenRate()
         self.output_token_rate = TokenRate()
         methods: tuple[tuple[str, ...], ...] = (("prefill",), ("decode",))  # TGI's label
@@ -178,7 +173,7 @@ class ServerMetrics:
         They count as prefill steps if any of them has a prefill.
         """
         if after.adapter_slots != before.adapter_slots:
-            self._observe_slots(before.adapter_slots, after.adapter_slots)
+            self.adapters.observe_slots(before.adapter_slots, after.adapter_slots)
         num_steps = after.steps - before.steps
         num_prompts = after.prefill_steps - before.prefill_steps
         num_sequences = after.sequences - before.sequences
@@ -190,19 +185,6 @@ class ServerMetrics:
             self.step_seconds[method,].observe(seconds)
             self.histograms["step_sequences_length"].observe(num_sequences / num_steps)
             self.histograms["step_tokens_length"].observe(num_tokens)
-
-    def _observe_slots(self, before: Sequence[str], after: Sequence[str]) -> None:
-        """Count which LoRA adapters were loaded into a device slot and which ones lost theirs."""
-        for old, new in zip(before or [""] * len(after), after, strict=False):
-            if old != new:
-                self.adapter_slot_loads[adapter_name_of(new),] += bool(new)
-                self.adapter_slot_evictions[adapter_name_of(old),] += bool(old)
-
-    def observe_adapter(self, name: str, num_prompt_tokens: int, num_generated: int) -> None:
-        """Count an answered prompt of a LoRA adapter."""
-        self.adapter_requests[name,] += 1
-        self.adapter_prompt_tokens[name,] += num_prompt_tokens
-        self.adapter_generated_tokens[name,] += num_generated
 
     def observe_submit(
         self, timings: RequestTimings, lengths: Iterable[tuple[int, int]], num_answers: int
@@ -317,7 +299,13 @@ class ServerMetrics:
                     yield self._metric(name, help_text, kind, [({}, values[key])])
         yield from self._labeled_counters()
         slots: LabeledSamples = [
-            ({"slot": str(number), "adapter": adapter_name_of(engine_name)}, 1)
+            (
+                {
+                    "slot": str(number),
+                    "adapter": self.adapters.label_of(adapter_name_of(engine_name)),
+                },
+                1,
+            )
             for number, engine_name in enumerate(self.backend.stats.adapter_slots, 1)
             if engine_name
         ]
@@ -414,7 +402,7 @@ class ServerMetrics:
             ("vllm:request_success", "sequences by finish reason", finished),
             ("bloomery_responses", "HTTP responses", responses),
             ("bloomery_unknown_fields", "request fields that no body type declares", unknown),
-            *self._adapter_counters(),
+            *self.adapters.collect(),
             (
                 "bloomery_perceived_requests",
                 "requests by the band of their perceived delay",
@@ -427,7 +415,7 @@ class ServerMetrics:
         """vLLM's metric, by which gateways send a request where its adapter already is."""
         slots = self.backend.stats.adapter_slots
         in_slots = {adapter_name_of(engine_name) for engine_name in slots}
-        names = [name for name, count in self.open_adapters.items() if count]
+        names = list(self.adapters.open_requests)
         labels = {
             "max_lora": str(len(slots)),
             "running_lora_adapters": ",".join(name for name in names if name in in_slots),
@@ -435,27 +423,6 @@ class ServerMetrics:
         }
         help_text = "LoRA adapters of open requests; the value is the time"
         return self._metric("vllm:lora_requests_info", help_text, "gauge", [(labels, time.time())])
-
-    def _adapter_counters(self) -> Iterator[tuple[str, str, LabeledSamples]]:
-        for name, help_text, counter in (
-            ("requests", "answered prompts of a LoRA adapter", self.adapter_requests),
-            ("prompt_tokens", "prompt tokens of a LoRA adapter", self.adapter_prompt_tokens),
-            (
-                "generated_tokens",
-                "generated tokens of a LoRA adapter",
-                self.adapter_generated_tokens,
-            ),
-            ("loads", "loads of a LoRA adapter into a device slot", self.adapter_slot_loads),
-            (
-                "evictions",
-                "times another LoRA adapter took the device slot",
-                self.adapter_slot_evictions,
-            ),
-        ):
-            samples = [
-                (labels, count) for labels, count in _label_samples(counter, "adapter") if count
-            ]
-            yield f"bloomery_adapter_{name}", help_text, samples
 
     def _common_labels(self, name: str) -> dict[str, str]:
         """The labels of every sample of a metric. TGI's metrics have none."""

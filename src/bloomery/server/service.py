@@ -172,10 +172,14 @@ class InferenceService:
         self.settings = settings
         self.routes = routes
         self.limits = limits
-        self.adapters = ServedAdapters(
-            backend, settings.lora, settings.model_names, bool(settings.keys)
-        )
         self.metrics = ServerMetrics(backend, settings.model)
+        self.adapters = ServedAdapters(
+            backend,
+            settings.lora,
+            settings.model_names,
+            bool(settings.keys),
+            self.metrics.adapters,
+        )
         self.admission = AdmissionControl(limits.requests, per_key_share)
         self.measure_memory = resident_memory_bytes
         self.memory_pressure = 0.0  # share of the memory limit in use at the last measurement

@@ -20,6 +20,8 @@ from bloomery.spec import (
     NormSpec,
 )
 from bloomery.tools.plan.estimate import (
+    CUDA_GRAPH_BYTES,
+    AdapterLimits,
     DeviceLayout,
     PlacedModel,
     PlanEstimate,
@@ -137,6 +139,47 @@ def test_three_times_as_many_users_of_gemma_3_fit_a_long_context() -> None:
     layout = placed.cache_layout
     cache = StageCache(model, layout, layout.place_layers(range(62)), 64, torch.bfloat16)
     assert placed.kv_block_bytes == cache.block_bytes
+
+
+def test_adapters_take_memory_and_time() -> None:
+    """Rank 16 on all layers of Llama 8B: 84 MB, and the biases of a slot."""
+    model = read_model_source(shape_path("llama-8b")).model
+    limits = AdapterLimits(max_loras=4, max_rank=16, max_cpu_loras=10)
+    values_bytes = 2 * 41_943_040
+    for layout in (DeviceLayout(), DeviceLayout(tp=2), DeviceLayout(pp=2)):
+        h200 = find_hardware("h200")
+        base = PlacedModel(model, h200, BF16, 16, layout)
+        placed = PlacedModel(model, h200, BF16, 16, layout, limits)
+        adapters = placed.adapters
+        assert adapters is not None
+        num_ranks = layout.devices
+        # Each tensor parallel rank has the whole A of projections that split their outputs.
+        most = 1.0 if layout.tp == 1 else 1.4
+        share = adapters.adapter_bytes * num_ranks / values_bytes
+        assert 1.0 < share < 1.05 * most
+        assert adapters.slots_bytes == 4 * adapters.adapter_bytes
+        assert adapters.host_bytes == 10 * adapters.adapter_bytes
+        graphs = CUDA_GRAPH_BYTES
+        taken = adapters.slots_bytes + adapters.step_bytes + graphs
+        assert base.free_kv_bytes - placed.free_kv_bytes == taken
+    # Two sequences read two adapters; any number of them read four at most.
+    placed = PlacedModel(model, h200, BF16, 16, DeviceLayout(), limits)
+    base = PlacedModel(model, h200, BF16, 16, DeviceLayout())
+    for batch, num_adapters in ((1, 1), (2, 2), (8, 4)):
+        floors = [p.estimate_batch(batch, 100).floor_ms for p in (base, placed)]
+        added = num_adapters * values_bytes / h200.bandwidth * 1e3
+        assert floors[1] - floors[0] == pytest.approx(added)
+
+
+def test_the_host_memory_of_adapters_is_that_of_a_cpu() -> None:
+    model = read_model_source(shape_path("llama-1b")).model
+    cpu = find_hardware("zen3-2")
+    limits = AdapterLimits(max_loras=2, max_rank=8, max_cpu_loras=6)
+    base = PlacedModel(model, cpu, PRECISIONS["fp32"], 32, DeviceLayout())
+    placed = PlacedModel(model, cpu, PRECISIONS["fp32"], 32, DeviceLayout(), limits)
+    assert placed.adapters is not None
+    taken = 8 * placed.adapters.adapter_bytes + placed.adapters.step_bytes
+    assert base.free_kv_bytes - placed.free_kv_bytes == taken
 
 
 # ---- layouts -------------------------------------------------------------------------------------

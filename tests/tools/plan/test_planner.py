@@ -120,6 +120,24 @@ def test_a_model_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str
     assert "does not fit 1 x NVIDIA T4" in capsys.readouterr().out
 
 
+def test_adapters_are_counted_if_they_are_enabled(
+    plan_json: PlanRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (shape_path("llama-8b"), "--gpu", "h200")
+    assert plan_json(*flags)["adapters"] is None
+    plan = plan_json(*flags, "--enable-lora", "--max-loras", "80")
+    memory = plan["adapters"]
+    assert memory["slots_bytes"] == 80 * memory["adapter_bytes"]
+    assert memory["host_bytes"] == 80 * memory["adapter_bytes"], "at least as many as slots"
+    assert main(["plan", *flags, "--enable-lora", "--max-lora-rank", "32"]) == 0
+    report = capsys.readouterr().out
+    assert "8 slots of rank 32" in report and "for 64 adapters" in report
+    assert main(["plan", *flags, "--max-lora-rank", "32"]) == 1
+    assert "give --enable-lora too" in capsys.readouterr().err
+    assert main(["plan", *flags, "--enable-lora", "--max-cpu-loras", "4"]) == 1
+    assert "max_cpu_loras 4 is less than max_loras 8" in capsys.readouterr().err
+
+
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", shape_path("llama-8b"), "--gpu", "nothing"]) == 1
     assert main(["plan", shape_path("llama-8b"), "--gpu", "h200", "--plot", "plan.gif"]) == 1

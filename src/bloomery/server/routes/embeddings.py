@@ -89,7 +89,7 @@ async def embed_inputs(call: HttpCall, body: EmbeddingBody) -> tuple[list[Sequen
     call.timings.last_token = time.monotonic()
     service.metrics.observe_embedding(call.timings, num_tokens)
     if call.adapter is not None:
-        service.metrics.observe_adapter(call.adapter.name, num_tokens, 0)
+        service.metrics.adapters.observe_answer(call.adapter.name, num_tokens, 0)
     call.log_fields |= {"prompt_tokens": num_tokens, "inputs": len(requests)}
     ordered = [shorten_vector(vectors[request.id], body.dimensions) for request in requests]
     return ordered, num_tokens

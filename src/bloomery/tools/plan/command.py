@@ -68,6 +68,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--replicas", type=count, metavar="N")
     parser.add_argument(
+        "--enable-lora", action="store_true", help="count the memory and the reads of LoRA adapters"
+    )
+    for flag, meaning in (
+        ("--max-loras", "adapters on each device (default 8)"),
+        ("--max-lora-rank", "largest rank of an adapter (default 16)"),
+        ("--max-cpu-loras", "adapters in host memory (default 64, at least max_loras)"),
+    ):
+        parser.add_argument(flag, type=count, metavar="N", help=f"with --enable-lora: {meaning}")
+    parser.add_argument(
         "--price",
         type=at_least(0.0),
         metavar="X",

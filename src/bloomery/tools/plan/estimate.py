@@ -13,6 +13,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from bloomery.adapter_sizes import AdapterSizes, pad_rank
 from bloomery.cache_groups import (
     CacheLayout,
     count_held_blocks,
@@ -23,11 +24,12 @@ from bloomery.cache_groups import (
 from bloomery.config import default_batch_limits, default_block_size
 from bloomery.errors import ConfigError
 from bloomery.hardware import HARDWARE_SPECS, HardwareSpec
-from bloomery.layout import supports_tensor_parallel
+from bloomery.layout import TensorParallelLayout, supports_tensor_parallel
 from bloomery.roofline import (
     LIBRARY_PRECISIONS,
     PRECISIONS,
     Roofline,
+    StepAdapter,
     WeightPrecision,
     activation_bytes,
     count_parameters,
@@ -77,6 +79,57 @@ class DeviceLayout:
 
 
 @dataclass(frozen=True)
+class AdapterLimits:
+    """The LoRA adapters of a server."""
+
+    max_loras: int  # device slots
+    max_rank: int
+    max_cpu_loras: int  # in host memory
+
+
+class PlacedAdapters:
+    """The LoRA adapters of a model on some devices. All sizes are those of the largest rank."""
+
+    def __init__(
+        self, model: ModelSpec, limits: AdapterLimits, hardware: HardwareSpec, layout: DeviceLayout
+    ):
+        self.limits = limits
+        self.stages = layout.pp
+        ranks = [
+            AdapterSizes(model, TensorParallelLayout(rank, layout.tp)) for rank in range(layout.tp)
+        ]
+        padded_rank = pad_rank(limits.max_rank, "cpu" if hardware.is_cpu else "cuda")
+        value_bytes = 4 if hardware.is_cpu else 2
+        # Of an adapter on each device, in a slot and in host memory alike.
+        self.adapter_bytes = value_bytes * max(rank.slot_values(padded_rank) for rank in ranks)
+        self.adapter_bytes = ceil(self.adapter_bytes / self.stages)
+        num_tokens, _ = default_batch_limits(hardware.is_cpu)
+        self.step_bytes = max(
+            rank.step_bytes(num_tokens, padded_rank, value_bytes) for rank in ranks
+        )
+        values = ranks[0].adapter_values(limits.max_rank)
+        self.values = values._replace(
+            matrices=ceil(values.matrices / self.stages), experts=ceil(values.experts / self.stages)
+        )
+
+    @property
+    def slots_bytes(self) -> int:
+        """Bytes of all slots of a device."""
+        return self.limits.max_loras * self.adapter_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all adapters that the process of a device holds in host memory."""
+        return self.limits.max_cpu_loras * self.adapter_bytes
+
+    def spread(self, tokens: float, sampled: float) -> list[StepAdapter]:
+        """The adapters of a step in which every sequence has another one, as far as slots go."""
+        num_adapters = min(ceil(sampled) or 1, self.limits.max_loras)
+        share = StepAdapter(self.values, tokens / num_adapters, sampled / num_adapters)
+        return [share] * num_adapters
+
+
+@dataclass(frozen=True)
 class BatchEstimate:
     """One row of the report: decode steps of one batch size and context."""
 
@@ -123,12 +176,16 @@ class PlacedModel:
         precision: WeightPrecision,
         kv_bits: float,
         layout: DeviceLayout,
+        adapter_limits: AdapterLimits | None = None,
     ):
         self.model = model
         self.hardware = hardware
         self.precision = precision
         self.kv_bits = kv_bits
         self.layout = layout
+        self.adapters: PlacedAdapters | None = None
+        if adapter_limits is not None:
+            self.adapters = PlacedAdapters(model, adapter_limits, hardware, layout)
         self.roofline = Roofline(model, hardware, precision, kv_bits, layout.tp, layout.pp)
 
     @cached_property
@@ -139,7 +196,12 @@ class PlacedModel:
         weights = weights_bytes(self.model, self.precision, self.layout.pp) / num_ranks
         activations = largest_step(self.model, self.hardware)[1] / self.layout.tp
         cuda_graphs = 0 if self.hardware.is_cpu else CUDA_GRAPH_BYTES
-        return usable - weights - activations - cuda_graphs
+        adapters = 0
+        if self.adapters is not None:
+            adapters = self.adapters.slots_bytes + self.adapters.step_bytes
+            # Steps with adapters have graphs of their own. A CPU's memory is the host's, too.
+            adapters += self.adapters.host_bytes if self.hardware.is_cpu else CUDA_GRAPH_BYTES
+        return usable - weights - activations - cuda_graphs - adapters
 
     @property
     def kv_head_share(self) -> float:
@@ -258,12 +320,20 @@ class PlacedModel:
         A pipeline splits the batch into as many groups as there are stages.
         """
         group = ceil(batch / self.layout.pp)
-        return self.roofline.expected_seconds(group, group * context, group)
+        expected = self.roofline.expected_seconds(group, group * context, group)
+        return expected + self.adapter_seconds(group, group)
+
+    def adapter_seconds(self, tokens: int, sampled: int) -> float:
+        """Seconds that LoRA adapters add to a step, if there are any."""
+        if self.adapters is None:
+            return 0.0
+        return self.roofline.adapter_seconds(self.adapters.spread(tokens, sampled))
 
     def estimate_batch(self, batch: int, context: int, price: float | None = None) -> BatchEstimate:
         """Estimate decode steps; `price` is that of one device for one hour."""
         group = ceil(batch / self.layout.pp)
         floor = self.roofline.step_floor(group, group * context, group)
+        adapter_seconds = self.adapter_seconds(group, group)
         expected = self.decode_seconds(batch, context)
         tokens_per_second = batch / expected * self.layout.replicas
         cache_bytes = group * kv_bytes(self.model, context, self.kv_bits) * self.kv_head_share
@@ -273,6 +343,7 @@ class PlacedModel:
             "computing": floor.operations / self.roofline.rate,
             "cache": cache_seconds,
             "weights": floor.bytes / self.roofline.bandwidth - cache_seconds,
+            "adapters": adapter_seconds,
         }
         cost = None
         if price is not None:
@@ -280,7 +351,7 @@ class PlacedModel:
         return BatchEstimate(
             batch=batch,
             context=context,
-            floor_ms=floor.ms,
+            floor_ms=floor.ms + adapter_seconds * 1e3,
             expected_ms=expected * 1e3,
             tokens_per_second=tokens_per_second,
             fits=batch <= self.max_batch_size(context),
@@ -306,6 +377,9 @@ class PlacedModel:
             sampled = int(end == length)
             floor += self.roofline.floor_seconds(end - start, end, sampled, pairs)
             expected += self.roofline.expected_seconds(end - start, end, sampled, pairs)
+            adapter_seconds = self.adapter_seconds(end - start, sampled)
+            floor += adapter_seconds
+            expected += adapter_seconds
         return floor, expected
 
 
@@ -339,6 +413,7 @@ class PlanOptions:
     devices: int | None = None
     layout: DeviceLayout | None = None
     price: float | None = None
+    adapters: AdapterLimits | None = None
 
 
 class PlanEstimate:
@@ -382,7 +457,10 @@ class PlanEstimate:
     ) -> PlacedModel:
         hardware = hardware or self.options.hardware
         precision = loaded_precision(precision or self.options.precision, hardware)
-        return PlacedModel(self.model, hardware, precision, self.options.kv_bits, layout)
+        options = self.options
+        return PlacedModel(
+            self.model, hardware, precision, options.kv_bits, layout, options.adapters
+        )
 
     def devices_for(self, hardware: HardwareSpec, precision: WeightPrecision) -> int | None:
         """The fewest devices on which one sequence of the context fits."""
@@ -441,6 +519,18 @@ class PlanEstimate:
         num_ranks = chosen.layout.tp * chosen.layout.pp
         return chosen.kv_bytes_per_sequence(self.context) * num_ranks
 
+    def adapter_memory(self) -> dict[str, int] | None:
+        """Bytes of LoRA adapters on each device and in its host's memory; None without them."""
+        adapters = self.chosen.adapters
+        if adapters is None:
+            return None
+        return {
+            "adapter_bytes": adapters.adapter_bytes,
+            "slots_bytes": adapters.slots_bytes,
+            "step_bytes": adapters.step_bytes,
+            "host_bytes": adapters.host_bytes,
+        }
+
     def prompt_memory(self) -> list[dict[str, int]]:
         """Bytes a prompt takes besides weights and KV cache.
 
@@ -490,6 +580,7 @@ class PlanEstimate:
             else 0,
             "cache_groups": [asdict(group) for group in chosen.cache_layout.groups],
             "activation_bytes": round(largest_step(model, options.hardware)[1]),
+            "adapters": self.adapter_memory(),
             "scores_bytes": round(scores_bytes(heads, self.context)),
             "prompt_memory": self.prompt_memory(),
             "library_peak_bytes": {

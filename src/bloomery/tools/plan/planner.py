@@ -10,7 +10,12 @@ import json
 import sys
 from dataclasses import replace
 
-from bloomery.config import count_physical_cores, resolve_device
+from bloomery.config import (
+    EnginePlan,
+    count_physical_cores,
+    resolve_device,
+    resolve_max_cpu_loras,
+)
 from bloomery.errors import ConfigError
 from bloomery.hardware import (
     HardwareSpec,
@@ -22,6 +27,7 @@ from bloomery.hardware import (
 )
 from bloomery.roofline import PRECISIONS
 from bloomery.tools.plan.estimate import (
+    AdapterLimits,
     DeviceLayout,
     PlanEstimate,
     PlanOptions,
@@ -79,6 +85,25 @@ def build_options(args: argparse.Namespace, source: ModelSource) -> PlanOptions:
         devices=args.devices,
         layout=build_layout(args),
         price=args.price,
+        adapters=build_adapter_limits(args),
+    )
+
+
+def build_adapter_limits(args: argparse.Namespace) -> AdapterLimits | None:
+    """The LoRA adapters the flags ask for, with the defaults of a server."""
+    given = (args.max_loras, args.max_lora_rank, args.max_cpu_loras)
+    if not args.enable_lora:
+        if any(given):
+            raise ConfigError(
+                "--max-loras, --max-lora-rank and --max-cpu-loras say how many LoRA adapters there "
+                "are: give --enable-lora too"
+            )
+        return None
+    max_loras = args.max_loras or EnginePlan.max_loras
+    return AdapterLimits(
+        max_loras,
+        args.max_lora_rank or EnginePlan.max_lora_rank,
+        resolve_max_cpu_loras(max_loras, args.max_cpu_loras),
     )
 
 

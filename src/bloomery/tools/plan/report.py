@@ -153,6 +153,7 @@ def format_report(plan: PlanEstimate) -> str:
         *_cache_group_lines(plan),
         f"  activations      {format_quantity(activations):>9}  in a step of "
         f"{step_tokens:,} tokens",
+        *_adapter_lines(plan),
         *_prompt_memory_lines(plan),
         "",
         *_hardware_lines(plan),
@@ -203,6 +204,24 @@ def _state_lines(plan: PlanEstimate) -> list[str]:
         f"{'':29}of which {format_quantity(state)} the state of {num_layers} recurrent layers",
         f"  checkpoints      {format_quantity(state):>9}  a state to resume a prefix from; "
         f"{num_checkpoints:,} fit beside {users}",
+    ]
+
+
+def _adapter_lines(plan: PlanEstimate) -> list[str]:
+    """The memory of LoRA adapters on a device and in its host, and what the times assume."""
+    adapters = plan.chosen.adapters
+    if adapters is None:
+        return []
+    limits = adapters.limits
+    each = "" if plan.chosen.layout.devices == 1 else " on each device"
+    device_bytes = adapters.slots_bytes + adapters.step_bytes
+    return [
+        f"  LoRA adapters    {format_quantity(device_bytes):>9}  {limits.max_loras} slots of rank "
+        f"{limits.max_rank}, {format_quantity(adapters.adapter_bytes)} each, and "
+        f"{format_quantity(adapters.step_bytes)} in a step{each}",
+        f"{'':29}host memory{each}: {format_quantity(adapters.host_bytes)} for "
+        f"{limits.max_cpu_loras} adapters",
+        f"{'':29}times below: each sequence has an adapter, of up to {limits.max_loras}",
     ]
 
 

@@ -1,0 +1,125 @@
+"""The first adapter with a head of its own leaves the steps of other requests as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bloomery.engine.loop import EngineLoop
+from bloomery.runtime.runner import CpuTraceRunner, CudaGraphRunner
+from bloomery.runtime.worker import TRIED_SHAPE_STRIDE, Worker
+from tests.parity.adapters import (
+    RANK,
+    adapted_request,
+    build_adapter_loop,
+    greedy_tokens,
+    save_adapter,
+)
+from tests.parity.cases import CASES, make_checkpoint
+from tests.parity.serve import build_plan, output_token_ids, run_requests
+from tests.runtime.test_runner import CountingGraphPool
+
+PROMPT = [5, 9, 3, 17, 8]
+COUNT = 6
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "inner": {"targets": ["q_proj", "down_proj"]},
+    "head": {"targets": ["q_proj", "lm_head"]},
+    "table": {"targets": ["v_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+class AdaptedEngine:
+    """An engine with native kernels, its adapters, and what PEFT says of each."""
+
+    def __init__(self, folder: Path):
+        case = next(case for case in CASES if case.name == "llama")
+        model = make_checkpoint(case, folder / "model")
+        self.folder = folder
+        self.expected = {}
+        for seed, (name, config) in enumerate(ADAPTERS.items()):
+            adapted = save_adapter(model, folder / name, seed=seed, **config)
+            self.expected[name] = greedy_tokens(adapted, PROMPT, COUNT)
+            model = adapted.unload()
+        plan = build_plan(
+            folder / "model",
+            64,
+            enable_lora=True,
+            max_loras=3,
+            max_lora_rank=RANK,
+            max_num_seqs=6,
+            kv_cache_gib=0.01,
+        )
+        self.loop: EngineLoop = build_adapter_loop(plan)
+        self.worker: Worker = self.loop.executor.worker  # type: ignore[attr-defined]
+        if not self.worker.cpu_traced:
+            pytest.skip("without the CPU kernels a CPU has no self-feeding steps")
+        self.num_requests = 0
+
+    def check(self, *names: str) -> None:
+        """Run a request of each adapter together; their tokens must be those of PEFT."""
+        requests = []
+        for name in names:
+            self.num_requests += 1
+            id = f"{name} {self.num_requests}"
+            requests.append(adapted_request(id, PROMPT, COUNT, self.folder / name))
+        outputs = run_requests(self.loop, requests)
+        for name, request in zip(names, requests, strict=True):
+            assert output_token_ids(outputs[request.id]) == self.expected[name]
+
+    def load(self, name: str) -> None:
+        """Read an adapter into host memory."""
+        path = str(self.folder / name)
+        self.worker.load_adapter(path, path).result()
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> AdaptedEngine:
+    return AdaptedEngine(tmp_path)
+
+
+def test_traces_of_other_adapters_stay(engine: AdaptedEngine) -> None:
+    runner = engine.worker.runner.work_runner
+    assert isinstance(runner, CpuTraceRunner)
+    engine.check("inner", "inner")
+    kept = dict(runner.traces)
+    assert any(shape.has_adapters for shape in kept)
+    engine.check("head", "inner")
+    first = {shape: trace for shape, trace in runner.traces.items() if shape.changes_outer}
+    assert first
+    engine.check("inner")
+    # Memory for tables changes what these steps do, and no others.
+    engine.check("table", "head", "inner")
+    engine.check("head", "inner")
+    second = {shape: trace for shape, trace in runner.traces.items() if shape.changes_outer}
+    assert all(second[shape] is not trace for shape, trace in first.items() if shape in second)
+    assert all(runner.traces[shape] is trace for shape, trace in kept.items())
+
+
+def test_graphs_of_other_adapters_stay(engine: AdaptedEngine) -> None:
+    """Counted with stand-ins for CUDA graphs, which run the work again."""
+    worker = engine.worker
+    pool = CountingGraphPool()
+    graph_runner = CudaGraphRunner(pool)
+    worker.runner.use_cuda_graphs(graph_runner)
+    worker.capture_graphs()
+    kept = dict(graph_runner.graphs)
+    engine.check("inner", "inner")
+    assert graph_runner.graphs == kept, "a step with an adapter was not captured at the start"
+    memory = worker.decoder.adapter_memory
+    assert memory is not None and memory.outer.values is None
+    engine.load("head")
+    # Its memory is there and its kernels were tried before a step needs it.
+    assert memory.outer.values is not None
+    shapes = worker.runner.list_outer_shapes()
+    tried = set(shapes[::TRIED_SHAPE_STRIDE])
+    assert tried and set(graph_runner.graphs) == set(kept) | tried
+    engine.check("head", "inner")
+    engine.check("inner")
+    # The others are captured when they recur, and only those with that adapter.
+    added = set(graph_runner.graphs) - set(kept) - tried
+    assert added <= set(shapes)
+    assert all(graph_runner.graphs[shape] is graph for shape, graph in kept.items())
+    engine.check("table", "head", "inner")
+    assert all(graph_runner.graphs[shape] is graph for shape, graph in kept.items())
