@@ -286,8 +286,8 @@ class CacheGroup:
     num_tables: int = 1  # block tables, each for a part of the layers
     blocks_per_page: int = 1  # in each table; a page has `EngineCapacity.block_size` positions
     num_layers: int = 0  # of the whole model; 0: not known
-    # Blocks of a sequence's recurrent state, in each table. Such a group caches no positions and
-    # has no pages. 0: it caches keys and values.
+    # Blocks of a sequence's recurrent state. Such a group caches no positions and has no pages.
+    # 0: it caches keys and values.
     state_blocks: int = 0
 
     @property

@@ -39,9 +39,7 @@ def random_groups(rng: Random, page_size: int) -> tuple[CacheGroup, ...]:
     groups = random_page_groups(rng, page_size)
     if rng.random() < 0.6:
         return groups
-    states = CacheGroup(
-        num_tables=rng.choice([1, 1, 2]), state_blocks=rng.choice([1, 2, 5]), num_layers=1
-    )
+    states = CacheGroup(state_blocks=rng.choice([1, 2, 5, 10]), num_layers=1)
     return (*groups, states) if rng.random() < 0.85 else (states,)
 
 

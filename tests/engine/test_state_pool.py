@@ -25,7 +25,7 @@ from tests.engine.random_engine import check_state_pool
 
 PAGE_SIZE = 4
 FULL = CacheGroup()
-STATE = CacheGroup(num_tables=2, state_blocks=3)  # 6 blocks
+STATE = CacheGroup(state_blocks=6)
 SYSTEM = tuple(range(100, 108))  # two pages
 
 

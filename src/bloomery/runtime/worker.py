@@ -145,8 +145,7 @@ class Worker:
             self.device,
             self.pool,
             self.cache.layout.tables,
-            self.cache.layout.state_tables,
-            self.cache.layout.state_blocks,
+            self.cache.layout.states,
         )
         self.sampler = Sampler(  # its last row is the padding row, which is greedy
             plan.max_num_seqs + 1,
