@@ -146,14 +146,14 @@ def test_states_share_blocks_with_keys_and_values(
     ]
     shuffled = torch.randperm(num_blocks).tolist()
     blocks, targets, others = shuffled[:size], shuffled[size : 2 * size], shuffled[2 * size :]
-    kept = others.pop()
+    key_block = others.pop()
     for keys_values in filter_none(caches):
-        block_view(keys_values, num_blocks)[:, kept] = 1
+        block_view(keys_values, num_blocks)[:, key_block] = 1
     write_states(memory, mixer, blocks)
     memory.copy_blocks(list(zip(blocks, targets, strict=True)))
     write_states(memory, mixer, others[:size])
     for keys_values in filter_none(caches):
-        assert (block_view(keys_values, num_blocks)[:, kept] == 1).all()
+        assert (block_view(keys_values, num_blocks)[:, key_block] == 1).all()
         assert not block_view(keys_values, num_blocks)[:, others[size:]].any()
     for sequence in (blocks, targets, others[:size]):
         for number, views in enumerate(view_all_states(memory, mixer, sequence), 1):
