@@ -119,8 +119,9 @@ class DecoderLayer:
             y = self._run_mixer(x, kv_cache, context, states, norm)
             add = AddResidual(residual, self.spec.residual_scale)
             x = add_normed(y, self.attn_post_norm, add, pool)
-        elif self.attention is not None and self.recurrent is not None:
-            assert kv_cache is not None and states is not None
+        elif self.spec.sums_mixers:
+            assert self.attention is not None and kv_cache is not None
+            assert self.recurrent is not None and states is not None
             normed = apply_norm(x, norm, pool)
             if self.group is None:
                 add = self._add_mixer(residual, self.spec.attention_scale)
@@ -551,9 +552,7 @@ def load_decoder_layer(
         return weights.norm(getattr(spec, role), name, hidden)
 
     # The layer itself all-reduces the sum of blocks on the same input, once.
-    sums_mixers = spec.recurrent is not None and spec.attention is not None
-    sums_mixers = sums_mixers and spec.shared_block is None
-    mixer_group = None if spec.parallel or sums_mixers else group
+    mixer_group = None if spec.parallel or spec.sums_mixers else group
     mlp_group = None if spec.parallel else group
     recurrent = None
     if spec.recurrent is not None:
