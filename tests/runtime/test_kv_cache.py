@@ -293,20 +293,22 @@ def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> 
     assert results[0] == results[1]
 
 
-def test_deterministic_mode_refuses_recurrent_layers(tmp_path: Path) -> None:
-    make_checkpoint(next(case for case in CASES if case.name == "lfm2"), tmp_path)
-    with pytest.raises(ConfigError, match="without --deterministic"):
-        build_engine_loop(build_plan(tmp_path, 64, block_size=4, deterministic=True))
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
-def test_deterministic_steps_use_all_block_tables(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gemma3", "mistral", "qwen3_5_text", "lfm2", "falcon_h1", "jamba", "zamba2"]
+)
+@pytest.mark.parametrize("cpu_kernels", [False, True], ids=["torch", "native"])
+def test_deterministic_steps_use_all_tables(name: str, cpu_kernels: bool, tmp_path: Path) -> None:
     """Every position is a sequence of its own there, with its own rows of every table."""
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     results = []
     for deterministic in (False, True):
         settings = build_plan(
-            tmp_path, 64, block_size=4, max_num_seqs=4, deterministic=deterministic
+            tmp_path,
+            64,
+            block_size=4,
+            max_num_seqs=4,
+            deterministic=deterministic,
+            cpu_kernels=cpu_kernels,
         )
         results.append(generate_poisoned(build_engine_loop(settings), poison=False))
     assert results[0] == results[1]

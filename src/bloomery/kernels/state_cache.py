@@ -40,6 +40,9 @@ class RecurrentMetadata:
     state_blocks: torch.Tensor  # [sequences, blocks of a state]
     host_query_lens: tuple[int, ...] = ()
     host_seq_lens: tuple[int, ...] = ()
+    # What is computed after this, from the states that this leaves, with the same positions. Those
+    # that belong to another wave have seq_len 0.
+    later_waves: tuple[RecurrentMetadata, ...] = ()
 
     def host_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return new positions and lengths of all sequences; on a GPU this may wait for it."""

@@ -135,6 +135,10 @@ class RequestRows:
         self.by_sequence[sequence] = row
         return row
 
+    def null_states(self) -> list[torch.Tensor]:
+        """The pieces [pieces] of the padding row's state, for each table of states."""
+        return [] if self.states is None else list(self.state_blocks[:, self.padding_row])
+
     def append_blocks(self, sequence: int, blocks: Sequence[int]) -> RequestRow:
         """Extend the block tables of a request; `upload_new_blocks` sends them to the device.
 
