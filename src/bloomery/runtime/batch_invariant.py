@@ -205,7 +205,7 @@ class BatchInvariantForward:
 
 
 def single_steps(seq_lens: torch.Tensor, state_blocks: torch.Tensor) -> RecurrentMetadata:
-    """Every position as a sequence of its own: seq_lens [n], state_blocks [n, blocks of a state]."""
+    """Every position as a sequence of its own: seq_lens [n], state_blocks [n, pieces]."""
     count = len(seq_lens)
     starts = torch.arange(count + 1, dtype=seq_lens.dtype, device=seq_lens.device)
     return RecurrentMetadata(count, starts, seq_lens, state_blocks.contiguous())
