@@ -68,6 +68,9 @@ class EngineRequest:
     stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop token ids
     emitted: tuple[int, ...] = ()  # output token ids a client already has, in a replayed request
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
+    # Tokens of the prompt up to the end of its system message, which other prompts are likely to
+    # begin with. Only a hint. 0: there is none, or it is not known.
+    system_length: int = 0
     pooling: PoolingType | None = None  # set: embed the prompt, generate no token
     priority: int = 0  # lower values are scheduled earlier
     # Seconds left when the request is sent. Not a point in time: processes have different clocks.

@@ -87,6 +87,7 @@ def random_requests(
             rng.randrange(2, 12),
             stop_ids=rng.choice([(), (3,), (1, 3)]),
             cache_salt=rng.choice(["", "", "other"]),
+            system_length=rng.choice([0, 0, rng.randrange(len(prompt) + 3)]),
             priority=rng.choice([0, 0, -1, 2]),
             tenant=rng.choice(["", "guest"]),
             grammar=rng.choice(["", "", "ab", "c"]),
