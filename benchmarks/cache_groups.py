@@ -13,6 +13,7 @@ shows how many ran at once and how many preemptions there were. Targets: 3x for 
 
 With --chats a simulated Qwen3.6-35B-A3B serves 200 chats (benchmarks/chat_trace.py). Targets: it
 reuses 95 % of the tokens that an unlimited cache would with 8 GB, 86 % with 4 and 70 % with 2.
+With --chats-per-prompt 3 every three chats have a system prompt of their own.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--first-engine", type=int, default=0, help="seed of the first engine")
     parser.add_argument("--chats", action="store_true")
     parser.add_argument("--num-chats", type=int, default=200)
+    parser.add_argument("--chats-per-prompt", type=int, default=0, help="0: all share one")
     parser.add_argument("--seeds", type=int, default=3, help="traces of chats")
     parser.add_argument("--pools", type=float, nargs="+", default=[8.0, 4.0, 2.0], help="GB")
     args = parser.parse_args()
@@ -168,7 +170,8 @@ def main() -> None:
     elif args.chats:
         from benchmarks.chat_trace import report_reuse
 
-        report_reuse(args.seeds, [1e9 * pool for pool in args.pools], args.num_chats)
+        pools = [1e9 * pool for pool in args.pools]
+        report_reuse(args.seeds, pools, args.num_chats, args.chats_per_prompt)
     else:
         report_users(args)
 

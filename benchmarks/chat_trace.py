@@ -1,10 +1,10 @@
 """How many tokens of chats a cache with recurrent states reuses, in the simulator.
 
 `benchmarks/cache_groups.py --chats` prints the table. The trace: chats of 2 to 12 turns in an hour,
-one system prompt, a minute between turns, 15 % of the turns asked again (with other words, or for
-another answer). Scheduler, prefix cache, checkpoints and steps in flight are those of the engine.
-Only the device is simulated: an H200 that runs Qwen3.6-35B-A3B, at the speed of its roofline model.
-Arrivals do not depend on hits, so every pool serves the same trace.
+one system prompt or many, a minute between turns, 15 % of the turns asked again (with other words,
+or for another answer). Scheduler, prefix cache, checkpoints and steps in flight are those of the
+engine. Only the device is simulated: an H200 that runs Qwen3.6-35B-A3B, at the speed of its
+roofline model. Arrivals do not depend on hits, so every pool serves the same trace.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from bloomery.tools.simulate import (
 
 SYSTEM_PROMPT_TOKENS = 2000
 SPAN_SECONDS = 3600.0
+SHARING_SECONDS = 300.0  # in which the chats with one of many system prompts begin
 REPEATED_SHARE = 0.15  # of the turns
 PAUSE_SECONDS = 60.0  # between an answer and the next turn, on average
 # What the trace assumes of the device: the next turn comes after the answer.
@@ -89,18 +90,33 @@ class ChatTrace:
     `removes_reasoning`: each answer begins with tokens that later prompts leave out.
     """
 
-    def __init__(self, seed: int, num_chats: int, removes_reasoning: bool):
+    def __init__(
+        self, seed: int, num_chats: int, removes_reasoning: bool, chats_per_prompt: int = 0
+    ):
         self.rng = Random(seed)
         self.removes_reasoning = removes_reasoning
-        self.system_prompt = self._make_text(SYSTEM_PROMPT_TOKENS)
         self.turns: list[ChatTurn] = []
-        for _ in range(num_chats):
-            chat = self._make_chat(self.rng.uniform(0, SPAN_SECONDS))
-            count_reusable(chat)
-            self.turns += chat
+        num_chats_left = num_chats
+        while num_chats_left:
+            num_sharing = min(chats_per_prompt or num_chats, num_chats_left)
+            num_chats_left -= num_sharing
+            self.turns += self._make_sharing_chats(num_sharing, bool(chats_per_prompt))
         self.turns.sort(key=lambda turn: turn.time)
-        for turn in self.turns[1:]:
+
+    def _make_sharing_chats(self, num_chats: int, is_short: bool) -> list[ChatTurn]:
+        """Chats with one system prompt, over the hour or within a few minutes."""
+        self.system_prompt = self._make_text(SYSTEM_PROMPT_TOKENS)
+        start = self.rng.uniform(0, SPAN_SECONDS) if is_short else 0.0
+        span = SHARING_SECONDS if is_short else SPAN_SECONDS
+        turns: list[ChatTurn] = []
+        for _ in range(num_chats):
+            chat = self._make_chat(start + self.rng.uniform(0, span))
+            count_reusable(chat)
+            turns += chat
+        turns.sort(key=lambda turn: turn.time)
+        for turn in turns[1:]:
             turn.reusable = max(turn.reusable, SYSTEM_PROMPT_TOKENS)
+        return turns
 
     @property
     def reusable(self) -> int:
@@ -223,7 +239,11 @@ def serve_chats(trace: ChatTrace, pool_bytes: float) -> ReuseResult:
         while waiting and waiting[0][1].time <= clock.now:
             number, turn = waiting.popleft()
             request = EngineRequest(
-                str(number), tuple(turn.prompt), ResolvedSampling(temperature=0), len(turn.answer)
+                str(number),
+                tuple(turn.prompt),
+                ResolvedSampling(temperature=0),
+                len(turn.answer),
+                system_length=SYSTEM_PROMPT_TOKENS,
             )
             loop.add(request)
             executor.texts[scheduler.by_request[request.id].id] = turn.prompt + turn.answer
@@ -236,7 +256,9 @@ def serve_chats(trace: ChatTrace, pool_bytes: float) -> ReuseResult:
     return result
 
 
-def report_reuse(num_seeds: int, pools: Sequence[float], num_chats: int) -> None:
+def report_reuse(
+    num_seeds: int, pools: Sequence[float], num_chats: int, chats_per_prompt: int
+) -> None:
     """Print the share of the reusable tokens that each pool reuses, on several traces."""
     print(
         f"{num_chats} chats on a simulated H200, Qwen3.6-35B-A3B: share of the tokens reused that\n"
@@ -248,7 +270,7 @@ def report_reuse(num_seeds: int, pools: Sequence[float], num_chats: int) -> None
     for removes_reasoning in (False, True):
         history = "reasoning removed" if removes_reasoning else "answers kept"
         for seed in range(1, num_seeds + 1):
-            trace = ChatTrace(seed, num_chats, removes_reasoning)
+            trace = ChatTrace(seed, num_chats, removes_reasoning, chats_per_prompt)
             num_tokens = sum(len(turn.prompt) for turn in trace.turns)
             cells = [describe_reuse(trace, serve_chats(trace, pool)) for pool in pools]
             print(

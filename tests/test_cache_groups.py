@@ -12,6 +12,7 @@ from bloomery.cache_groups import (
     MAX_STATE_TABLES,
     MAX_TABLES,
     CacheLayout,
+    StateLayout,
     count_held_blocks,
     count_state_blocks,
     count_useful_blocks,
@@ -26,9 +27,11 @@ from bloomery.spec import (
     GatedDeltaNetSpec,
     LayerSpec,
     Mamba2Spec,
+    MambaSpec,
     MlpSpec,
     ModelSpec,
     RecurrentSpec,
+    ShortConvSpec,
     state_parts,
 )
 
@@ -202,8 +205,16 @@ HYBRIDS: dict[str, ModelSpec] = {
     "nemotron-nano-9b-v2": make_hybrid(
         31, (7, 14, 20, 27), AttentionSpec(40, 8, 128), Mamba2Spec(128, 80, 128, 8)
     ),
+    "jamba-1.5-mini": make_hybrid(
+        32, range(4, 32, 8), AttentionSpec(32, 8, 128), MambaSpec(8192, 16, 256)
+    ),
+    "lfm2-8b-a1b": make_hybrid(
+        24, (2, 6, 10, 14, 18, 21), AttentionSpec(32, 8, 64), ShortConvSpec(2048)
+    ),
     "without-attention": make_hybrid(24, (), QWEN_ATTENTION, Mamba2Spec(80, 64, 128)),
 }
+# Of a model whose state is much smaller than a block.
+BLOCK_BYTES = {"lfm2-8b-a1b": 6 * PAGE_SIZE * 2 * 8 * 64 * 2}
 
 
 def state_bytes(model: ModelSpec) -> int:
@@ -220,26 +231,44 @@ def test_states_are_divided_with_little_waste(name: str, tp: int) -> None:
     layout = plan(model, tp)
     places = [*layout.place_layers(layers), *layout.place_states(layers)]
     layers_per_block = 1 + max(place.slot for place in places if place is not None)
-    taken = count_state_blocks(layout.groups) * layers_per_block * layout.slot_bytes
-    assert tp * taken <= 1.08 * state_bytes(model)
-    assert layout.state_tables <= MAX_STATE_TABLES
+    assert layout.states is not None
+    taken = layout.states.num_blocks * layers_per_block * layout.states.slot_bytes
+    assert tp * taken <= max(1.08 * state_bytes(model), BLOCK_BYTES.get(name, 0))
+    assert layout.states.num_blocks == count_state_blocks(layout.groups)
+    assert layout.states.num_tables <= MAX_STATE_TABLES
     assert len(layout.tables) == sum(not group.state_blocks for group in layout.groups)
 
 
-def test_the_state_of_a_qwen_takes_three_tables_of_17_blocks() -> None:
+def test_three_states_of_a_qwen_share_51_blocks_of_a_slot() -> None:
     layout = plan(HYBRIDS["qwen3.6-35b-a3b"])
     assert layout.groups == (
         CacheGroup(None, 1, num_layers=10),
-        CacheGroup(None, 3, num_layers=30, state_blocks=17),
+        CacheGroup(num_layers=30, state_blocks=51),
     )
     # 64 positions of keys and values, 2 heads of 256 values in 16 bits.
-    assert layout.slot_bytes == 64 * 2 * 2 * 256 * 2
-    assert (
-        plan_cache_groups(HYBRIDS["qwen3.6-35b-a3b"], CONTEXT, 64, value_bytes=1)
-        .groups[1]
-        .state_blocks
-        == 2 * 17
-    )
+    assert layout.states == StateLayout(3, 34, pieces_per_half=1, slot_bytes=64 * 2 * 2 * 256 * 2)
+    layout = plan_cache_groups(HYBRIDS["qwen3.6-35b-a3b"], CONTEXT, 64, value_bytes=1)
+    assert layout.groups[1].state_blocks == 2 * 51
+
+
+def test_small_states_share_a_block() -> None:
+    """A short convolution takes an eleventh of a slot's block, so half of a half is enough."""
+    layout = plan(HYBRIDS["lfm2-8b-a1b"])
+    assert layout.states == StateLayout(3, 1, pieces_per_half=2, slot_bytes=2 * 65536)
+    assert layout.states.num_blocks == 1
+    assert layout.states.divide_blocks([5], 10) == [[10], [11], [30]]
+
+
+@pytest.mark.parametrize("pieces_per_half", [1, 2, 4])
+def test_pieces_of_blocks_do_not_overlap(pieces_per_half: int) -> None:
+    states = StateLayout(3, 5, pieces_per_half, slot_bytes=64)
+    num_pool_blocks = 2 * states.num_blocks
+    blocks = list(range(num_pool_blocks))[1::2]
+    tables = states.divide_blocks(blocks, num_pool_blocks)
+    assert [len(pieces) for pieces in tables] == [5, 5, 5]
+    pieces = [piece for table in tables for piece in table]
+    assert len(set(pieces)) == len(pieces)
+    assert {piece // pieces_per_half % num_pool_blocks for piece in pieces} == set(blocks)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -255,7 +284,7 @@ def test_states_of_a_table_do_not_share_a_slot(name: str, num_stages: int) -> No
         for layer, place in zip(model.layers[first:end], places, strict=True):
             assert (place is None) == (layer.recurrent is None)
             if place is not None:
-                assert place.table < layout.state_tables
+                assert layout.states is not None and place.table < layout.states.num_tables
 
 
 def test_a_layer_may_have_attention_and_a_state() -> None:
@@ -276,8 +305,8 @@ def test_states_with_windows_and_with_heads_of_several_sizes() -> None:
     # Layers of other sizes have a slot each; a state must fit the smallest.
     layout = plan(ModelSpec(100, 64, (wide, full, state, state, state), None, CONTEXT))
     assert layout.groups[0] == CacheGroup(None, num_layers=2)
-    assert layout.groups[1].num_tables == 2
-    assert layout.slot_bytes == 64 * 2 * 2 * 256 * 2
+    assert layout.states is not None and layout.states.num_tables == 2
+    assert layout.states.slot_bytes == 64 * 2 * 2 * 256 * 2
 
 
 def test_a_page_must_hold_a_row_of_the_state() -> None:

@@ -18,11 +18,12 @@ Positions are counted in pages. A page is one block in each table. Where the key
 group are twice as large per position, its blocks hold half as many positions, and a page takes two.
 
 Layers with a recurrent state form the last group. It caches no positions: a sequence has
-`state_blocks` blocks in each of its tables, however long the sequence is:
+`state_blocks` blocks, however long the sequence is. In each layer slot, the states of several
+layers lie in them one after the other, in pieces: the halves of blocks, or parts of halves.
 
     Qwen3.6-35B-A3B: 10 layers of attention, 30 gated delta nets; 10 layers per block
-      group "full":      1 table  of 10 layers
-      group "recurrent": 3 tables of 10 layers, 17 blocks each
+      group "full":      1 table of 10 layers
+      group "recurrent": 51 blocks, with 3 states of 34 half blocks in each layer slot
 
 A layer with attention beside a recurrent mixer belongs to two groups. In a model without attention
 the planner chooses the bytes of a block.
@@ -44,7 +45,8 @@ from bloomery.spec import AttentionSpec, ModelSpec, RecurrentSpec, StatePart, st
 # Block tables of a sequence over all groups that cache positions. Each costs the host and the
 # device a little per step.
 MAX_TABLES = 8
-# Tables of states. They are written once, when a sequence starts, so more of them cost little.
+# Tables of states, one for each layer that shares a layer slot. They are written once, when a
+# sequence starts, so more of them cost little.
 MAX_STATE_TABLES = 16
 # The memory of a hybrid model is divided for sequences of this length, each with its live state and
 # a checkpoint. Chosen: longer than most, so that keys and values waste less than states.
@@ -52,9 +54,9 @@ TYPICAL_LENGTH = 8192
 STATES_PER_SEQUENCE = 2
 TABLE_COST = 0.01  # share of this memory that one table less is worth. Chosen.
 FLOAT_BYTES = 4  # states are stored in float32
-# Of a model without attention: the most blocks of a state, and the share of them that may be empty.
-MAX_STATE_BLOCKS = 64
-MAX_STATE_WASTE = 0.03
+PIECES_PER_HALF = (1, 2, 4, 8)  # what half a block may be divided into for states
+MAX_STATE_WASTE = 0.03  # share of a state's blocks that may be empty
+MAX_STATE_BLOCKS = 64  # of a state of one layer in a model without attention
 CHECKPOINTS_PER_ROW = 4  # that memory is set aside for where it is plenty
 
 
@@ -67,8 +69,7 @@ class CacheLayout:
     layer_groups: tuple[int | None, ...]
     # Which layers have a recurrent state. They belong to the last group.
     recurrent_layers: tuple[bool, ...] = ()
-    # Bytes of a block in one layer slot, where states and keys share blocks. 0: no states.
-    slot_bytes: int = 0
+    states: StateLayout | None = None  # None: no layer has one
 
     @property
     def tables(self) -> tuple[BlockTableSpec, ...]:
@@ -89,16 +90,6 @@ class CacheLayout:
     def blocks_per_page(self) -> int:
         """Blocks that the kernels divide a page into, the same number in every table."""
         return max(group.blocks_per_page for group in self.groups)
-
-    @property
-    def state_tables(self) -> int:
-        """Tables of recurrent states."""
-        return sum(group.num_tables for group in self.groups if group.state_blocks)
-
-    @property
-    def state_blocks(self) -> int:
-        """Blocks of a state in each of its tables."""
-        return sum(group.state_blocks for group in self.groups)
 
     def place_layers(self, layers: range) -> tuple[LayerPlace | None, ...]:
         """Assign each layer of a pipeline stage to a block table and a layer slot.
@@ -129,10 +120,10 @@ class CacheLayout:
         count = 0
         places: list[LayerPlace | None] = []
         for layer in layers:
-            if not self.recurrent_layers or not self.recurrent_layers[layer]:
+            if self.states is None or not self.recurrent_layers[layer]:
                 places.append(None)
                 continue
-            slot, table = divmod(count, self.state_tables)
+            slot, table = divmod(count, self.states.num_tables)
             count += 1
             places.append(LayerPlace(table, slot))
         return tuple(places)
@@ -148,6 +139,36 @@ class BlockTableSpec:
     # Kernels read all tables with blocks of the same number of positions. A block of this table is
     # so many of them.
     kernel_blocks: int
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How the states of a sequence are divided over its blocks. The same in every layer slot."""
+
+    num_tables: int  # layers that share a layer slot; each has a table of pieces
+    num_pieces: int  # of one layer's state, the largest if they differ
+    pieces_per_half: int  # of a block
+    slot_bytes: int  # of a block in one layer slot
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a sequence's states."""
+        return -(-self.num_tables * self.num_pieces // (2 * self.pieces_per_half))
+
+    def divide_blocks(self, blocks: Sequence[int], num_pool_blocks: int) -> list[list[int]]:
+        """Return the pieces of each table: [tables, pieces].
+
+        The pieces of the pool are counted block by block, first in the first halves of all blocks,
+        then in the second halves.
+        """
+        pieces = [
+            (half * num_pool_blocks + block) * self.pieces_per_half + piece
+            for block in blocks
+            for half in (0, 1)
+            for piece in range(self.pieces_per_half)
+        ]
+        count = self.num_pieces
+        return [pieces[table * count : (table + 1) * count] for table in range(self.num_tables)]
 
 
 @dataclass(frozen=True)
@@ -212,7 +233,7 @@ def plan_cache_groups(
         return windows.index(attention.window) if len(kinds) > 1 else 0
 
     layer_groups = tuple(find_group(layer.attention) for layer in model.layers)
-    states = plan_states(model, page_size, tp, value_bytes)
+    states = measure_states(model, page_size, tp, value_bytes)
     if states is None and len(kinds) == 1:
         return single_group(model)
     if not equal_heads:
@@ -229,10 +250,10 @@ def plan_cache_groups(
     ]
     if states is None:
         return CacheLayout(tuple(groups), layer_groups)
-    num_tables = -(-states.num_layers // layers_per_block)
-    groups.append(CacheGroup(None, num_tables, 1, states.num_layers, states.num_blocks))
+    state_layout = states.divide(layers_per_block)
+    groups.append(CacheGroup(num_layers=states.num_layers, state_blocks=state_layout.num_blocks))
     recurrent_layers = tuple(layer.recurrent is not None for layer in model.layers)
-    return CacheLayout(tuple(groups), layer_groups, recurrent_layers, states.slot_bytes)
+    return CacheLayout(tuple(groups), layer_groups, recurrent_layers, state_layout)
 
 
 def divide_attention(
@@ -290,19 +311,38 @@ def local_kv_heads(attention: AttentionSpec, tp: int) -> int:
 
 @dataclass(frozen=True)
 class StateSize:
-    """The memory of a sequence's recurrent state, layer by layer."""
+    """The recurrent states of a model's layers, and the memory that takes them.
+
+    The memory of a block is in two halves, for keys and for values. A half is one piece or several.
+    Each part of a state begins at a new piece, and a piece holds as many whole rows as fit.
+    """
 
     num_layers: int
-    num_blocks: int  # of the largest state of a layer
-    slot_bytes: int  # of a block in one layer slot
+    states: Sequence[tuple[StatePart, ...]]  # the parts of all kinds of states
+    half_values: int  # of a block in one layer slot, in float32
+
+    def divide(self, layers_per_block: int) -> StateLayout:
+        """Choose the size of a piece: the largest that wastes little, or what wastes least."""
+        num_tables = -(-self.num_layers // layers_per_block)
+        needed = num_tables * count_values(self.states)
+        choices: list[tuple[int, StateLayout]] = []  # wasted blocks that matter
+        for pieces_per_half in PIECES_PER_HALF:
+            piece_values = self.half_values // pieces_per_half
+            is_aligned = self.half_values % (4 * pieces_per_half) == 0  # to 16 bytes
+            if pieces_per_half > 1 and not (
+                is_aligned and piece_values >= max(widths(self.states))
+            ):
+                break
+            num_pieces = max(count_pieces(parts, piece_values) for parts in self.states)
+            slot_bytes = 2 * self.half_values * FLOAT_BYTES
+            layout = StateLayout(num_tables, num_pieces, pieces_per_half, slot_bytes)
+            waste = 2 * layout.num_blocks * self.half_values / needed - 1
+            choices.append((layout.num_blocks if waste > MAX_STATE_WASTE else 0, layout))
+        return min(choices, key=lambda choice: choice[0])[1]
 
 
-def plan_states(model: ModelSpec, page_size: int, tp: int, value_bytes: int) -> StateSize | None:
-    """Return how many blocks the state of a layer takes; None: no layer has one.
-
-    The memory of a block is in two halves, for keys and for values. Each part of a state begins at
-    a new half, and a half holds as many whole rows as fit.
-    """
+def measure_states(model: ModelSpec, page_size: int, tp: int, value_bytes: int) -> StateSize | None:
+    """Return the size of the states and of the blocks that take them; None: no layer has one."""
     if not model.recurrents:
         return None
     states = [local_state_parts(spec, tp) for spec in set(model.recurrents)]
@@ -311,7 +351,7 @@ def plan_states(model: ModelSpec, page_size: int, tp: int, value_bytes: int) -> 
             local_kv_heads(attention, tp) * attention.head_dim for attention in model.attentions
         )
         half_values = position_values * page_size * value_bytes // FLOAT_BYTES
-        widest = max(part.width for parts in states for part in parts)
+        widest = max(widths(states))
         if half_values < widest:
             pages = -(-widest // max(half_values, 1))
             raise ConfigError(
@@ -321,9 +361,7 @@ def plan_states(model: ModelSpec, page_size: int, tp: int, value_bytes: int) -> 
             )
     else:
         half_values = choose_half_values(states)
-    num_halves = max(count_halves(parts, half_values) for parts in states)
-    slot_bytes = 2 * half_values * FLOAT_BYTES
-    return StateSize(len(model.recurrents), -(-num_halves // 2), slot_bytes)
+    return StateSize(len(model.recurrents), states, half_values)
 
 
 def local_state_parts(spec: RecurrentSpec, tp: int) -> tuple[StatePart, ...]:
@@ -331,9 +369,14 @@ def local_state_parts(spec: RecurrentSpec, tp: int) -> tuple[StatePart, ...]:
     return state_parts(TensorParallelLayout(0, tp).recurrent(spec))
 
 
-def count_halves(parts: Iterable[StatePart], half_values: int) -> int:
-    """Halves of blocks, of so many float32 values, that the state of one layer takes."""
-    return sum(-(-part.rows // (half_values // part.width)) for part in parts)
+def count_pieces(parts: Iterable[StatePart], piece_values: int) -> int:
+    """Pieces of so many float32 values that the state of one layer takes."""
+    return sum(-(-part.rows // (piece_values // part.width)) for part in parts)
+
+
+def count_values(states: Sequence[tuple[StatePart, ...]]) -> int:
+    """The values of the largest state of a layer."""
+    return max(sum(part.rows * part.width for part in parts) for parts in states)
 
 
 def choose_half_values(states: Sequence[tuple[StatePart, ...]]) -> int:
@@ -341,13 +384,13 @@ def choose_half_values(states: Sequence[tuple[StatePart, ...]]) -> int:
 
     The fewest blocks that waste little win, otherwise what wastes least.
     """
-    needed = max(sum(part.rows * part.width for part in parts) for parts in states)
+    needed = count_values(states)
     choices: list[tuple[bool, float, int]] = []
     for count in range(1, 2 * MAX_STATE_BLOCKS + 1):
         for part in {part for parts in states for part in parts}:
             half_values = max(-(-part.rows // count) * part.width, *widths(states))
             half_values = -(-half_values // 4) * 4  # aligned to 16 bytes
-            halves = max(count_halves(parts, half_values) for parts in states)
+            halves = max(count_pieces(parts, half_values) for parts in states)
             num_blocks = -(-halves // 2)
             waste = 2 * num_blocks * half_values / needed - 1
             if num_blocks <= MAX_STATE_BLOCKS:
@@ -384,10 +427,10 @@ def choose_layers_per_block(
             memory += tables * layers_per_block * kind.ratio * min(kind.window or length, length)
             num_tables += tables
         if states is not None:
-            tables = -(-states.num_layers // layers_per_block)
-            state_positions = STATES_PER_SEQUENCE * states.num_blocks * page_size
-            memory += tables * layers_per_block * state_positions
-            num_tables += tables
+            state_layout = states.divide(layers_per_block)
+            num_state_blocks = STATES_PER_SEQUENCE * state_layout.num_blocks
+            memory += num_state_blocks * layers_per_block * page_size
+            num_tables += state_layout.num_tables
             memory *= 1 + TABLE_COST * num_tables
         return memory, num_tables
 
@@ -447,8 +490,8 @@ def count_held_blocks(
 
 
 def count_state_blocks(groups: Sequence[CacheGroup]) -> int:
-    """The blocks of a sequence's recurrent state, in all tables."""
-    return sum(group.num_tables * group.state_blocks for group in groups)
+    """The blocks of a sequence's recurrent state."""
+    return sum(group.state_blocks for group in groups)
 
 
 def count_useful_blocks(

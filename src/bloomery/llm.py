@@ -111,7 +111,7 @@ class RequestBuilder:
             **self._adapter_fields(lora_request),
         )
 
-    def _adapter_fields(self, lora_request: LoRARequest | None) -> dict[str, str]:
+    def _adapter_fields(self, lora_request: LoRARequest | None) -> dict[str, Any]:
         """Return the fields of an EngineRequest that name its adapter, which is found once."""
         if lora_request is None:
             return {}

@@ -68,6 +68,9 @@ class EngineRequest:
     stop_ids: tuple[int, ...] = ()  # end-of-sequence and stop token ids
     emitted: tuple[int, ...] = ()  # output token ids a client already has, in a replayed request
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
+    # Tokens of the prompt up to the end of its system message, which other prompts are likely to
+    # begin with. Only a hint. 0: there is none, or it is not known.
+    system_length: int = 0
     pooling: PoolingType | None = None  # set: embed the prompt, generate no token
     priority: int = 0  # lower values are scheduled earlier
     # Seconds left when the request is sent. Not a point in time: processes have different clocks.
@@ -286,8 +289,8 @@ class CacheGroup:
     num_tables: int = 1  # block tables, each for a part of the layers
     blocks_per_page: int = 1  # in each table; a page has `EngineCapacity.block_size` positions
     num_layers: int = 0  # of the whole model; 0: not known
-    # Blocks of a sequence's recurrent state, in each table. Such a group caches no positions and
-    # has no pages. 0: it caches keys and values.
+    # Blocks of a sequence's recurrent state. Such a group caches no positions and has no pages.
+    # 0: it caches keys and values.
     state_blocks: int = 0
 
     @property

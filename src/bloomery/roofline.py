@@ -512,7 +512,7 @@ STATE_OPERATIONS = 8
 
 
 def count_all_reduces(layer: LayerSpec, tp: int) -> int:
-    """Collectives of a layer: one for each block, or one where attention and MLP are parallel.
+    """Collectives of a layer: one for each block, or one for two blocks on the same input.
 
     Small sums of recurrent mixers count as sums of hidden states. dt, B and C of Mamba-1 are
     products of all channels. A norm of Mamba-2 may be over heads of several ranks.
@@ -520,7 +520,7 @@ def count_all_reduces(layer: LayerSpec, tp: int) -> int:
     if layer.parallel:
         return 1
     blocks = (layer.attention, layer.recurrent, layer.mlp)
-    count = len(blocks) - blocks.count(None)
+    count = len(blocks) - blocks.count(None) - layer.sums_mixers
     match layer.recurrent:
         case MambaSpec():
             return count + 1
@@ -554,7 +554,7 @@ class Roofline:
         self.is_cpu = hardware.is_cpu
         self.bandwidth = hardware.bandwidth * tp
         # Collectives of a step in which the logits are not gathered: one for the embedding, two in
-        # a layer, one where attention and MLP run in parallel.
+        # a layer, one where attention and MLP read the same input.
         self.num_all_reduces = 1 + sum(count_all_reduces(layer, tp) for layer in model.layers)
         self._count_bytes_and_values(precision)
         self._sum_layers(kv_bits)

@@ -256,6 +256,7 @@ def build_requests(
     cache_salt: str = "",
     tenant: str = "",
     grammar: str = "",
+    system_length: int = 0,
     lora: str = "",
     lora_path: str = "",
 ) -> tuple[EngineRequest, ...]:
@@ -264,8 +265,9 @@ def build_requests(
     A single request has the id `id`; several have `id-0`, `id-1` and so on. `entropy` is a random
     64-bit number, used where no seed is given. `encode` turns text into ids without special tokens;
     only bad_words need it. Only the first request asks for log-probabilities of the prompt.
-    `grammar` is the compiled grammar of the answer, "" if it is free. `lora` and `lora_path` are
-    the LoRA adapter, "" for the base model.
+    `grammar` is the compiled grammar of the answer, "" if it is free. `system_length` counts the
+    tokens of the prompt up to the end of its system message, if that is known. `lora` and
+    `lora_path` are the LoRA adapter, "" for the base model.
     """
     prompt_ids = _fit_prompt(params, prompt, vocab_size, max_model_len)
     end_ids = () if params.ignore_eos else eos_ids
@@ -301,6 +303,8 @@ def build_requests(
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             cache_salt=cache_salt,
+            # A prompt that is too long loses its beginning.
+            system_length=system_length if len(prompt_ids) == len(prompt) else 0,
             priority=params.priority,
             deadline=deadline,
             tenant=tenant,

@@ -420,6 +420,12 @@ class LayerSpec:
     residual_after_norm: bool = False
     shared_block: SharedBlockSpec | None = None
 
+    @property
+    def sums_mixers(self) -> bool:
+        """Whether attention and a recurrent mixer read the same input."""
+        has_both = self.attention is not None and self.recurrent is not None
+        return has_both and self.shared_block is None
+
 
 @dataclass(frozen=True)
 class ModelSpec:

@@ -20,11 +20,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import islice, repeat
+from itertools import repeat
 from zlib import crc32
 
 import numpy as np
 
+from bloomery.cache_groups import count_state_blocks
 from bloomery.engine.executor import refuse_adapter
 from bloomery.messages import (
     NULL_BLOCK,
@@ -52,17 +53,16 @@ def next_token(
     delivered = adapter.encode()
     for group in groups:
         if group.state_blocks:
-            for table in range(group.num_tables):
-                delivered += to_bytes(advance_state(START_STATE, prefix, table, adapter))
+            delivered += to_bytes(advance_state(START_STATE, prefix, adapter))
             continue
         start = max(len(prefix) - (group.window or len(prefix)), 0)
         delivered += bytes(prefix[start:]) * group.num_tables
     return crc32(delivered) % VOCAB
 
 
-def advance_state(state: int, tokens: Sequence[int], table: int, adapter: str = "") -> int:
-    """Return the state of the layers of a table after some tokens."""
-    inputs = [adapter.encode() + bytes([token + VOCAB * table]) for token in tokens]
+def advance_state(state: int, tokens: Sequence[int], adapter: str = "") -> int:
+    """Return the state of the recurrent layers after some tokens."""
+    inputs = [adapter.encode() + bytes([token]) for token in tokens]
     return crc32(b"".join(inputs), state)
 
 
@@ -161,7 +161,7 @@ class ExecutorRow:
     initial_length: int  # tokens it was started with
     lora_slot: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
-    state_tables: list[tuple[int, ...]] = field(default_factory=list)  # blocks of its state
+    state_blocks: tuple[int, ...] = ()
 
 
 class FakePendingStep(Future[StepOutput]):
@@ -200,17 +200,14 @@ class FakeExecutor:
         self.tables = [
             group for group in groups for _ in range(group.num_tables) if not group.state_blocks
         ]
-        # The blocks of a state, for each table of states.
-        self.state_sizes = [
-            group.state_blocks for group in groups for _ in range(group.num_tables)
-        ][len(self.tables) :]
+        self.blocks_per_state = count_state_blocks(groups)
         # The KV cache by block: table, position, token and adapter of each slot. All tables share
         # blocks.
         self.cache: defaultdict[int, list[tuple[int, int, int, str]]] = defaultdict(
             lambda: [EMPTY_SLOT] * page_size
         )
-        # Blocks that hold part of a state instead: table, part and value.
-        self.states: dict[int, tuple[int, int, int]] = {}
+        # Blocks that hold part of a state instead: part and value.
+        self.states: dict[int, tuple[int, int]] = {}
         self.rows: dict[int, ExecutorRow] = {}
         self.num_steps = 0
         self.num_copies = 0  # blocks
@@ -326,30 +323,27 @@ class FakeExecutor:
     def advance_states(self, requests: Sequence[ScheduledRequest]) -> None:
         """Let the states of all sequences of a step take in its tokens."""
         live_blocks = [
-            block
-            for request in requests
-            for blocks in self.rows[request.sequence].state_tables
-            for block in blocks
+            block for request in requests for block in self.rows[request.sequence].state_blocks
         ]
         assert len(set(live_blocks)) == len(live_blocks), "two sequences share a state"
         for request in requests:
             row = self.rows[request.sequence]
-            assert not (request.drafts and row.state_tables), "a state cannot be rolled back"
+            if not row.state_blocks:
+                continue
+            assert not request.drafts, "a state cannot be rolled back"
             tokens = row.tokens[request.start : request.start + request.count]
-            for table, blocks in enumerate(row.state_tables):
-                # Nobody clears the blocks of a sequence that starts from position 0.
-                state = self.read_state(table, blocks) if request.start else START_STATE
-                adapter = self.device_adapters[row.lora_slot]
-                state = advance_state(state, tokens, table, adapter)
-                for part, block in enumerate(blocks):
-                    self.states[block] = (table, part, state)
-                    self.cache.pop(block, None)
+            # Nobody clears the blocks of a sequence that starts from position 0.
+            state = self.read_state(row.state_blocks) if request.start else START_STATE
+            state = advance_state(state, tokens, self.device_adapters[row.lora_slot])
+            for part, block in enumerate(row.state_blocks):
+                self.states[block] = (part, state)
+                self.cache.pop(block, None)
 
-    def read_state(self, table: int, blocks: Sequence[int]) -> int:
+    def read_state(self, blocks: Sequence[int]) -> int:
         """Return what the blocks of a state hold: the mix of their values if they differ."""
-        parts = [self.states.get(block, EMPTY_SLOT) for block in blocks]
-        value = parts[0][2]
-        if parts == [(table, part, value) for part in range(len(parts))]:
+        parts = [self.states.get(block, (-1, -1)) for block in blocks]
+        value = parts[0][1]
+        if parts == [(part, value) for part in range(len(parts))]:
             return value
         return crc32(repr(parts).encode())
 
@@ -361,12 +355,10 @@ class FakeExecutor:
             assert request.sequence not in self.rows, "a row was started twice"
             tokens = list(new_request.tokens)
             slot = new_request.lora_slot
-            blocks = iter(new_request.state_blocks)
-            states = [tuple(islice(blocks, size)) for size in self.state_sizes]
-            assert [len(state) for state in states] == self.state_sizes, "part of a state"
-            assert not list(blocks), "too many blocks of a state"
+            blocks = new_request.state_blocks
+            assert len(blocks) == self.blocks_per_state, "not the blocks of one state"
             self.rows[request.sequence] = ExecutorRow(
-                tokens, start, len(tokens), slot, state_tables=states
+                tokens, start, len(tokens), slot, state_blocks=blocks
             )
         row = self.rows[request.sequence]
         assert request.count > 0, "an empty chunk"
@@ -437,8 +429,8 @@ class FakeExecutor:
         while True:
             adapter = self.device_adapters[row.lora_slot]
             delivered = adapter.encode() + bytes(self.read(row, tokens, length))
-            for table, blocks in enumerate(row.state_tables):
-                delivered += to_bytes(self.read_state(table, blocks))
+            if row.state_blocks:
+                delivered += to_bytes(self.read_state(row.state_blocks))
             token = apply_mask(crc32(delivered) % VOCAB, mask)
             sampled.append(token)
             if len(sampled) > len(drafts) or drafts[len(sampled) - 1] != token:

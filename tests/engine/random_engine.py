@@ -39,9 +39,7 @@ def random_groups(rng: Random, page_size: int) -> tuple[CacheGroup, ...]:
     groups = random_page_groups(rng, page_size)
     if rng.random() < 0.6:
         return groups
-    states = CacheGroup(
-        num_tables=rng.choice([1, 1, 2]), state_blocks=rng.choice([1, 2, 5]), num_layers=1
-    )
+    states = CacheGroup(state_blocks=rng.choice([1, 2, 5, 10]), num_layers=1)
     return (*groups, states) if rng.random() < 0.85 else (states,)
 
 
@@ -89,6 +87,7 @@ def random_requests(
             rng.randrange(2, 12),
             stop_ids=rng.choice([(), (3,), (1, 3)]),
             cache_salt=rng.choice(["", "", "other"]),
+            system_length=rng.choice([0, 0, rng.randrange(len(prompt) + 3)]),
             priority=rng.choice([0, 0, -1, 2]),
             tenant=rng.choice(["", "guest"]),
             grammar=rng.choice(["", "", "ab", "c"]),

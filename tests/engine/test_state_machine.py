@@ -26,7 +26,7 @@ GROUPS = (
     (CacheGroup(),),
     (CacheGroup(5),),
     (CacheGroup(), CacheGroup(3, num_tables=2)),
-    (CacheGroup(), CacheGroup(num_tables=2, state_blocks=2)),
+    (CacheGroup(), CacheGroup(state_blocks=4)),
     (CacheGroup(4), CacheGroup(state_blocks=3)),
 )
 

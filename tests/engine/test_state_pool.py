@@ -25,7 +25,7 @@ from tests.engine.random_engine import check_state_pool
 
 PAGE_SIZE = 4
 FULL = CacheGroup()
-STATE = CacheGroup(num_tables=2, state_blocks=3)  # 6 blocks
+STATE = CacheGroup(state_blocks=6)
 SYSTEM = tuple(range(100, 108))  # two pages
 
 
@@ -33,9 +33,22 @@ def make_pool(num_blocks: int = 100, groups: tuple[CacheGroup, ...] = (FULL, STA
     return StatePool(num_blocks, PAGE_SIZE, groups=groups)
 
 
-def start(pool: StatePool, id: int, prompt: Iterable[int], cache_salt: str = "") -> Sequence:
+def start(
+    pool: StatePool,
+    id: int,
+    prompt: Iterable[int],
+    cache_salt: str = "",
+    system_length: int = 0,
+) -> Sequence:
     """Find the prefix of a new sequence and allocate its prompt."""
-    request = EngineRequest(str(id), tuple(prompt), ResolvedSampling(), 40, cache_salt=cache_salt)
+    request = EngineRequest(
+        str(id),
+        tuple(prompt),
+        ResolvedSampling(),
+        40,
+        cache_salt=cache_salt,
+        system_length=system_length,
+    )
     sequence = Sequence.from_request(id, request)
     hit = pool.find_prefix(sequence)
     assert pool.extend(sequence, len(sequence.tokens), hit) is not None
@@ -73,9 +86,15 @@ def answer(
     check_state_pool(pool, [])
 
 
-def serve(pool: StatePool, id: int, prompt: Iterable[int], output: Iterable[int]) -> int:
+def serve(
+    pool: StatePool,
+    id: int,
+    prompt: Iterable[int],
+    output: Iterable[int],
+    system_length: int = 0,
+) -> int:
     """Serve a request. Returns the position at which it resumed."""
-    sequence = start(pool, id, prompt)
+    sequence = start(pool, id, prompt, system_length=system_length)
     position = sequence.num_computed
     compute(pool, sequence)
     answer(pool, sequence, output)
@@ -136,6 +155,23 @@ def test_the_third_sequence_with_a_system_prompt_resumes_behind_it() -> None:
     assert serve(pool, 2, (*SYSTEM, 5, 5, 5, 5, 5), [6]) == len(SYSTEM)
     kinds = [node.kind for node in pool.cache.tree if node.checkpoint]
     assert kinds.count("fork") == 1
+
+
+def test_the_second_sequence_resumes_behind_a_system_message_that_is_known() -> None:
+    pool = make_pool()
+    length = len(SYSTEM) + 1  # the checkpoint is at the end of a page
+    assert serve(pool, 0, (*SYSTEM, 1, 2, 3, 4, 5), [6], system_length=length) == 0
+    assert serve(pool, 1, (*SYSTEM, 9, 8, 7, 6, 5), [6], system_length=length) == len(SYSTEM)
+    assert [node.kind for node in pool.cache.tree if node.checkpoint].count("system") == 1
+
+
+def test_system_messages_that_are_not_met_again_get_no_checkpoints() -> None:
+    pool = make_pool()
+    checkpoints = pool.cache.checkpoints
+    for number in range(40):
+        prompt = [number + 100 * position for position in range(20)]
+        serve(pool, number, (*prompt, 1), [6], system_length=16)
+    assert checkpoints.num_made["system", 0] < 8
 
 
 def test_prefixes_of_other_salts_are_not_shared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from bloomery.kernels.mamba import selective_scan_reference, selective_scan_trit
 from bloomery.kernels.mamba2 import gate_mamba2_reference, mamba2_reference, mamba2_triton
 from bloomery.kernels.mamba2_kernels import gate_mamba2_triton
 from bloomery.kernels.short_conv import short_conv_reference, short_conv_triton
-from bloomery.kernels.state_cache import StateView, view_states
-from bloomery.spec import GatedDeltaNetSpec, Mamba2Spec, ShortConvSpec, StatePart, state_parts
+from bloomery.kernels.state_cache import LayerStates, StateView, view_states
+from bloomery.spec import (
+    GatedDeltaNetSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+    ShortConvSpec,
+    StatePart,
+    state_parts,
+)
 from tests.kernels.oracles import ERROR_LIMITS, relative_error, run_in_poisoned_memory
 from tests.kernels.recurrent_cases import RecurrentCase, RunMixer, make_case, make_metadata
 
@@ -92,6 +100,41 @@ def test_short_conv(step: str) -> None:
     torch.manual_seed(0)
     case = make_case(ShortConvSpec(150, bias=True), *STEPS[step])
     assert_matches(case, short_conv_triton, short_conv_reference)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernel", "reference"),
+    [
+        (GatedDeltaNetSpec(2, 4, 16, 24), gated_delta_net_triton, gated_delta_net_reference),
+        (Mamba2Spec(4, 24, 16, num_groups=2), mamba2_triton, mamba2_reference),
+        (ShortConvSpec(150), short_conv_triton, short_conv_reference),
+    ],
+    ids=["delta-net", "mamba2", "short-conv"],
+)
+def test_positions_of_other_waves_change_no_state(
+    spec: RecurrentSpec, kernel: RunMixer, reference: RunMixer
+) -> None:
+    """Decodes in two waves are those in one. A sequence without a length is in the other wave."""
+    torch.manual_seed(0)
+    case = make_case(spec, [1] * 4, [1, 2, 9, 5])
+    expected, expected_memory = case.run(reference)
+    metadata = case.without_host_lengths().states.metadata
+    memory = case.states.memory.clone()
+    result = torch.empty_like(expected)
+    for indices in ([1, 2], [0, 3]):
+        seq_lens = torch.zeros_like(metadata.seq_lens)
+        seq_lens[indices] = metadata.seq_lens[indices]
+        states = LayerStates(memory, replace(metadata, seq_lens=seq_lens))
+        result[indices] = kernel(case.projected, spec, case.weights, states)[indices]
+    limit = ERROR_LIMITS[case.projected.dtype]
+    assert relative_error(result, expected) < limit
+    blocks = metadata.state_blocks
+    for view, expected_view in zip(
+        view_states(memory, blocks, state_parts(spec)),
+        view_states(expected_memory, blocks, state_parts(spec)),
+        strict=True,
+    ):
+        assert relative_error(view.read(), expected_view.read()) < limit
 
 
 def test_selective_scan() -> None:

@@ -36,6 +36,7 @@ EVERYDAY = {
     "cohere-normed",  # norms of q and k per head, parallel blocks
     "qwen3_next",  # gated delta nets, whose projections are fused by head
     "zamba2-adapted",  # blocks that layers share, which read the embeddings
+    "falcon_h1-multiplied",  # attention and Mamba-2 in one layer, whose sum is all-reduced
     "nemotron_h-latent",  # Mamba-2, experts in a latent space, one block per layer
     "llama",  # none of these
 }

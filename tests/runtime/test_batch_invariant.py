@@ -18,6 +18,7 @@ import torch
 import transformers as tf
 from gguf import GGMLQuantizationType
 
+from bloomery.cache_groups import count_state_blocks
 from bloomery.engine.loop import EngineLoop
 from bloomery.executors.select import select_executor
 from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, TokenOutput
@@ -50,6 +51,21 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: tf.MixtralConfig(**MODEL_SIZES, num_local_experts=4, num_experts_per_tok=2),
     "bloom": lambda: tf.BloomConfig(vocab_size=VOCAB, hidden_size=128, n_layer=2, n_head=8),
+    "qwen3_5_text": lambda: tf.Qwen3_5TextConfig(
+        **MODEL_SIZES,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
+    "falcon_h1": lambda: tf.FalconH1Config(
+        **MODEL_SIZES, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16
+    ),
+    "lfm2": lambda: tf.Lfm2Config(**MODEL_SIZES, full_attn_idxs=[1]),
+    "jamba": lambda: tf.JambaConfig(
+        **MODEL_SIZES, attn_layer_period=2, attn_layer_offset=1, num_experts=2
+    ),
 }
 MODEL_DTYPES = [("llama", "bfloat16"), *((name, "float32") for name in MODELS)]
 FEW_BLOCKS = 18  # of the KV cache: requests are preempted
@@ -123,7 +139,8 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(start_engine: Star
     check(warm, requests)
     num_cached = run_requests(warm, [requests[0]])["0"][-1].cached
     assert num_cached > 0 or len(requests[0].prompt) < BLOCK_SIZE + 1
-    small = start_engine(blocks=FEW_BLOCKS, prefix_cache=True)
+    few_blocks = FEW_BLOCKS + 3 * count_state_blocks(warm.scheduler.block_pool.groups)
+    small = start_engine(blocks=few_blocks, prefix_cache=True)
     check(small, requests)
     assert small.scheduler.num_preemptions, "nothing was preempted"
     replayed = []

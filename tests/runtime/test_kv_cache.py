@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,17 @@ from bloomery.engine.state_pool import StatePool
 from bloomery.errors import ConfigError
 from bloomery.kernels.launch import triton_interpreted
 from bloomery.kernels.quantized_kv_cache import read_kv_cache, write_key_or_value
-from bloomery.kernels.state_cache import view_states
-from bloomery.runtime.kv_cache import StageCache, fit_kv_cache
+from bloomery.kernels.state_cache import StateView, view_states
+from bloomery.runtime.kv_cache import CacheMemory, StageCache, fit_kv_cache
 from bloomery.runtime.worker import Worker
-from bloomery.spec import AttentionSpec, GatedDeltaNetSpec, ModelSpec, state_parts
+from bloomery.spec import (
+    AttentionSpec,
+    GatedDeltaNetSpec,
+    ModelSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+    state_parts,
+)
 from tests.parity.cases import CASES, make_checkpoint
 from tests.parity.serve import (
     build_engine_loop,
@@ -84,43 +92,81 @@ def test_a_block_is_the_same_memory_in_every_table(
 
 
 QWEN = GatedDeltaNetSpec(2, 4, 8, 8)
-STATE = state_parts(QWEN)
+SHORT_CONV = ShortConvSpec(16)
+HEADS = AttentionSpec(2, 1, 16)
+MORE_HEADS = AttentionSpec(6, 3, 16)
+
+
+def write_states(memory: CacheMemory, mixer: RecurrentSpec, blocks: list[int]) -> None:
+    """Let the state of each layer be its own number, in a sequence with these blocks."""
+    for number, views in enumerate(view_all_states(memory, mixer, blocks), 1):
+        for view in views:
+            view.write(torch.full((1, view.part.rows, view.part.width), float(number)))
+
+
+def view_all_states(
+    memory: CacheMemory, mixer: RecurrentSpec, blocks: list[int]
+) -> list[tuple[StateView, ...]]:
+    """The states of all layers in a sequence with these blocks."""
+    layout = memory.cache.layout.states
+    assert layout is not None
+    tables = torch.tensor(layout.divide_blocks(blocks, memory.num_blocks))
+    return [
+        view_states(state[0], tables[None, state[1]], state_parts(mixer))
+        for state in memory.states()
+        if state is not None
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_states_share_blocks_with_keys_and_values(dtype: torch.dtype) -> None:
-    model = make_hybrid(6, range(2, 6, 3), AttentionSpec(2, 1, 16), QWEN)
+@pytest.mark.parametrize("mixer", [QWEN, SHORT_CONV], ids=["delta-net", "short-conv"])
+@pytest.mark.parametrize("other_heads", [HEADS, MORE_HEADS], ids=["equal", "unequal"])
+def test_states_share_blocks_with_keys_and_values(
+    dtype: torch.dtype, mixer: RecurrentSpec, other_heads: AttentionSpec
+) -> None:
+    model = make_hybrid(8, (2, 5), HEADS, mixer)
+    layers = list(model.layers)
+    layers[2] = replace(layers[2], attention=other_heads)
+    model = replace(model, layers=tuple(layers))
     layout = plan_cache_groups(
         model, 100, PAGE_SIZE, scaled=dtype == torch.int8, value_bytes=dtype.itemsize
     )
-    places = (layout.place_layers(range(6)), layout.place_states(range(6)))
+    assert layout.states is not None and layout.states.num_tables > 1
+    places = (layout.place_layers(range(8)), layout.place_states(range(8)))
     cache = StageCache(model, layout, places[0], PAGE_SIZE, dtype, places[1])
-    num_blocks = 2 * layout.state_blocks + 3
+    size = layout.states.num_blocks
+    num_blocks = 3 * size + 3
     memory = cache.allocate_memory(num_blocks, CPU)
     caches = memory.keys_values()
     assert [tensor is None for tensor in caches] == [
         layer.attention is None for layer in model.layers
     ]
-    states = memory.states()
-    assert [state is None for state in states] == [
+    assert [state is None for state in memory.states()] == [
         layer.recurrent is None for layer in model.layers
     ]
-    halves, _ = next(state for state in states if state is not None)
-    blocks = torch.randperm(num_blocks)[: layout.state_blocks]
-    half_blocks = torch.stack((blocks, num_blocks + blocks), 1).view(1, -1)
-    views = view_states(halves, half_blocks, STATE)
-    values = [torch.randn(1, view.part.rows, view.part.width) for view in views]
-    for view, value in zip(views, values, strict=True):
-        view.write(value)
-    # The state lies in the memory of its blocks only, which keys and values see as those blocks.
-    used = halves.view(2, num_blocks, -1).ne(0).any(-1).any(0).nonzero()[:, 0]
-    assert set(used.tolist()) <= set(blocks.tolist())
-    free = [block for block in range(num_blocks) if block not in blocks.tolist()]
-    targets = free[: layout.state_blocks]
-    memory.copy_blocks(list(zip(blocks.tolist(), targets, strict=True)))
-    copied_blocks = torch.tensor([[half for b in targets for half in (b, num_blocks + b)]])
-    for view, value in zip(view_states(halves, copied_blocks, STATE), values, strict=True):
-        assert torch.equal(view.read(), value)
+    shuffled = torch.randperm(num_blocks).tolist()
+    blocks, targets, others = shuffled[:size], shuffled[size : 2 * size], shuffled[2 * size :]
+    key_block = others.pop()
+    for keys_values in filter_none(caches):
+        block_view(keys_values, num_blocks)[:, key_block] = 1
+    write_states(memory, mixer, blocks)
+    memory.copy_blocks(list(zip(blocks, targets, strict=True)))
+    write_states(memory, mixer, others[:size])
+    for keys_values in filter_none(caches):
+        assert (block_view(keys_values, num_blocks)[:, key_block] == 1).all()
+        assert not block_view(keys_values, num_blocks)[:, others[size:]].any()
+    for sequence in (blocks, targets, others[:size]):
+        for number, views in enumerate(view_all_states(memory, mixer, sequence), 1):
+            assert all((view.read() == number).all() for view in views)
+
+
+def filter_none(caches: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [cache for cache in caches if cache is not None]
+
+
+def block_view(keys_values: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """[2, slots, ...] -> [2, blocks, values of a block]."""
+    return keys_values.view(2, num_blocks, -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
@@ -247,20 +293,22 @@ def test_freed_blocks_do_not_matter(name: str, backend: str, tmp_path: Path) -> 
     assert results[0] == results[1]
 
 
-def test_deterministic_mode_refuses_recurrent_layers(tmp_path: Path) -> None:
-    make_checkpoint(next(case for case in CASES if case.name == "lfm2"), tmp_path)
-    with pytest.raises(ConfigError, match="without --deterministic"):
-        build_engine_loop(build_plan(tmp_path, 64, block_size=4, deterministic=True))
-
-
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
-def test_deterministic_steps_use_all_block_tables(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gemma3", "mistral", "qwen3_5_text", "lfm2", "falcon_h1", "jamba", "zamba2"]
+)
+@pytest.mark.parametrize("cpu_kernels", [False, True], ids=["torch", "native"])
+def test_deterministic_steps_use_all_tables(name: str, cpu_kernels: bool, tmp_path: Path) -> None:
     """Every position is a sequence of its own there, with its own rows of every table."""
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
     results = []
     for deterministic in (False, True):
         settings = build_plan(
-            tmp_path, 64, block_size=4, max_num_seqs=4, deterministic=deterministic
+            tmp_path,
+            64,
+            block_size=4,
+            max_num_seqs=4,
+            deterministic=deterministic,
+            cpu_kernels=cpu_kernels,
         )
         results.append(generate_poisoned(build_engine_loop(settings), poison=False))
     assert results[0] == results[1]

@@ -8,11 +8,12 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bloomery.messages import EngineStatus
+from bloomery.messages import CacheGroup, EngineStatus
 from bloomery.server.service import InferenceService, ServerSettings, resident_memory_bytes
 from bloomery.text.tokenizer import Tokenizer
 from tests.server.conftest import HttpTestServer
@@ -109,6 +110,24 @@ def test_long_texts_are_tokenized_in_a_worker_process(
     os.kill(worker, signal.SIGCONT)
     thread.join()
     assert responses == [expected]
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_an_engine_with_states_hears_where_the_system_message_ends(
+    serve: Callable[..., HttpTestServer], tokenizer: Tokenizer, has_states: bool
+) -> None:
+    server = serve()
+    if has_states:
+        groups = (CacheGroup(), CacheGroup(state_blocks=1))
+        server.backend.capacity = replace(server.backend.capacity, cache_groups=groups)
+    system = {"role": "system", "content": "Answer in iambs."}
+    messages = [system, {"role": "user", "content": "The iron"}]
+    body = {"model": "speaker", "messages": messages, "max_tokens": 1}
+    assert server.post("/v1/chat/completions", body).status_code == 200
+    request = server.backend.received[-1]
+    shared = tokenizer.decode(list(request.prompt[: request.system_length]), skip_special=False)
+    expected = "<|im_start|>system\nAnswer in iambs.<|im_end|>\n<|im_start|>user\n"
+    assert shared == (expected if has_states else "")
 
 
 def child_processes() -> set[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-# Where a checkpoint was taken: at the end of a prompt, at the end of an answer, where two prefixes
-# part, and where a sequence was preempted or aborted.
-CheckpointKind = Literal["prompt", "answer", "fork", "preempted", "aborted"]
+# Where a checkpoint was taken: at the end of a system message, of a prompt or of an answer, where
+# two prefixes part, and where a sequence was preempted or aborted.
+CheckpointKind = Literal["system", "prompt", "answer", "fork", "preempted", "aborted"]
 
 
 @dataclass(eq=False, slots=True)

@@ -147,11 +147,16 @@ class StatePool:
         if not self.prefix_cache or request.pooling is not None:
             return []
         kinds: dict[int, CheckpointKind] = {hit.fork: "fork"}
-        prompt_end = (len(request.prompt) - 1) // self.page_size * self.page_size
-        # The chunk that ends there costs a step more. It must be expected to save a page.
-        odds = self.cache.checkpoints.estimate_odds("prompt", 0)
-        if odds * (prompt_end - hit.position) >= self.page_size:
-            kinds[prompt_end] = "prompt"
+        ends: dict[CheckpointKind, int] = {
+            "system": min(request.system_length, len(request.prompt) - 1),
+            "prompt": len(request.prompt) - 1,
+        }
+        for kind, length in ends.items():
+            end = length // self.page_size * self.page_size
+            # The chunk that ends there costs a step more. It must be expected to save a page.
+            odds = self.cache.checkpoints.estimate_odds(kind, 0)
+            if odds * (end - hit.position) >= self.page_size:
+                kinds.setdefault(end, kind)
         positions = sorted((end for end in kinds if end > hit.position), reverse=True)
         return [(end, kinds[end]) for end in positions]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_model
+from bloomery.families.llama import read_attention, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import (
     AlibiSpec,
-    AttentionSpec,
     FusedTensor,
     LayerSpec,
     MlpSpec,
@@ -37,12 +36,9 @@ DEFAULTS = defaults(vocab=250880, hidden=64, layers=2, heads=8, context=2048, ti
 
 
 def read_bloom(config: ConfigReader) -> ModelSpec:
-    num_heads = config.size("num_attention_heads")
     norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
     layer = LayerSpec(
-        attention=AttentionSpec(
-            num_heads, num_heads, config.head_dim(), AlibiSpec(), bias=True, out_bias=True
-        ),
+        attention=read_attention(config, position=AlibiSpec(), bias=True, out_bias=True),
         mlp=MlpSpec(4 * config.size("hidden_size"), "gelu_tanh", gated=False, bias=True),
         attn_norm=norm,
         mlp_norm=norm,

@@ -7,12 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily, bloom
-from bloomery.families.llama import read_model
+from bloomery.families.llama import read_attention, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.spec import (
     AlibiSpec,
-    AttentionSpec,
     FusedTensor,
     LayerSpec,
     MlpSpec,
@@ -54,7 +53,6 @@ def read_falcon(config: ConfigReader) -> ModelSpec:
     config.require("apply_residual_connection_post_layernorm", False)
     hidden = config.size("hidden_size")
     num_heads = config.size("num_attention_heads")
-    head_dim = config.head_dim()
     bias = config.flag("bias", False)
     if config.flag("new_decoder_architecture", False):
         config.require("parallel_attn", True)
@@ -65,13 +63,14 @@ def read_falcon(config: ConfigReader) -> ModelSpec:
     norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
     position: AlibiSpec | RopeSpec
     if config.flag("alibi", False):
-        position = AlibiSpec(scale=head_dim**-0.5)  # RW scales its slopes together with the scores
+        # RW scales its slopes together with the scores.
+        position = AlibiSpec(scale=config.head_dim() ** -0.5)
     else:
-        position = read_rope(config, head_dim)
+        position = read_rope(config, config.head_dim())
     size = config.size("intermediate_size", config.size("ff_factor", 4) * hidden)
     layer = LayerSpec(
-        attention=AttentionSpec(
-            num_heads, num_kv_heads, head_dim, position, bias=bias, out_bias=bias
+        attention=read_attention(
+            config, num_kv_heads=num_kv_heads, position=position, bias=bias, out_bias=bias
         ),
         mlp=MlpSpec(size, config.activation("activation", "gelu"), gated=False, bias=bias),
         attn_norm=norm,

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_model
+from bloomery.families.llama import read_attention, read_model, read_ungated_mlp
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.spec import (
-    AttentionSpec,
-    FusedTensor,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    TensorNames,
-)
+from bloomery.spec import FusedTensor, LayerSpec, ModelSpec, NormSpec, TensorNames
 
 NAMES = TensorNames(
     embed="transformer.wte",
@@ -36,29 +30,18 @@ DEFAULTS = defaults(
 
 def read_gpt2(config: ConfigReader, num_kv_heads: int | None = None) -> ModelSpec:
     config.require("add_cross_attention", False)
-    hidden = config.size("hidden_size")
-    num_heads = config.size("num_attention_heads")
     norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
-    mlp = MlpSpec(
-        config.size("intermediate_size", 4 * hidden),
-        config.activation("activation_function"),
-        gated=False,
-        bias=True,
-    )
+    mlp = read_ungated_mlp(config, "activation_function")
+    attention = read_attention(config, position=None, bias=True, out_bias=True)
+    if num_kv_heads is not None:
+        attention = replace(attention, num_kv_heads=num_kv_heads)
     scale = config.head_dim() ** -0.5 if config.flag("scale_attn_weights", True) else 1.0
     scale_by_depth = config.flag("scale_attn_by_inverse_layer_idx", False)
     # reorder_and_upcast_attn asks for float32 scores, which are always used here.
     layers = []
     for i in config.layers():
-        attention = AttentionSpec(
-            num_heads,
-            num_kv_heads or num_heads,
-            config.head_dim(),
-            bias=True,
-            out_bias=True,
-            scale=scale / (i + 1) if scale_by_depth else scale,
-        )
-        layers.append(LayerSpec(attention, mlp, attn_norm=norm, mlp_norm=norm))
+        scaled = replace(attention, scale=scale / (i + 1) if scale_by_depth else scale)
+        layers.append(LayerSpec(scaled, mlp, attn_norm=norm, mlp_norm=norm))
     positions = config.size("max_position_embeddings")
     return read_model(config, layers, final_norm=norm, positions=positions)
 

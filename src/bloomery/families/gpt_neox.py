@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_model
+from bloomery.families.llama import read_attention, read_model, read_ungated_mlp
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
-from bloomery.spec import (
-    AttentionSpec,
-    FusedTensor,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    TensorNames,
-)
+from bloomery.spec import FusedTensor, LayerSpec, ModelSpec, NormSpec, TensorNames
 
 NAMES = TensorNames(
     embed="gpt_neox.embed_in",
@@ -31,24 +23,16 @@ NAMES = TensorNames(
 )
 DEFAULTS = defaults(
     vocab=50432, hidden=6144, mlp=24576, layers=44, heads=64, context=2048
-) | defaults(partial_rotary_factor=0.25)
+) | defaults(partial_rotary_factor=0.25, hidden_act="gelu")
 
 
 def read_gpt_neox(config: ConfigReader) -> ModelSpec:
-    num_heads = config.size("num_attention_heads")
     bias = config.flag("attention_bias", True)
     norm = NormSpec("layer", config.number("layer_norm_eps", 1e-5), bias=True)
     position = read_rope(config, config.head_dim(), partial=True)
     layer = LayerSpec(
-        attention=AttentionSpec(
-            num_heads, num_heads, config.head_dim(), position, bias=bias, out_bias=bias
-        ),
-        mlp=MlpSpec(
-            config.size("intermediate_size"),
-            config.activation("hidden_act", "gelu"),
-            gated=False,
-            bias=True,
-        ),
+        attention=read_attention(config, position=position, bias=bias, out_bias=bias),
+        mlp=read_ungated_mlp(config),
         attn_norm=norm,
         mlp_norm=norm,
         parallel=config.flag("use_parallel_residual", True),

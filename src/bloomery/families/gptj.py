@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_model
+from bloomery.families.llama import read_attention, read_model, read_ungated_mlp
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.spec import (
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    RopeSpec,
-    SplitTensors,
-    TensorNames,
-)
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec, RopeSpec, SplitTensors, TensorNames
 
 NAMES = TensorNames(
     embed="transformer.wte",
@@ -37,18 +28,11 @@ DEFAULTS = defaults(
 def read_gptj(config: ConfigReader) -> ModelSpec:
     for switch in ("rotary", "scale_attn_weights"):
         config.require(switch, True)
-    hidden = config.size("hidden_size")
-    num_heads = config.size("num_attention_heads")
     norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias=True)
     position = RopeSpec(config.size("rotary_dim"), interleaved=True)
     layer = LayerSpec(
-        attention=AttentionSpec(num_heads, num_heads, config.head_dim(), position),
-        mlp=MlpSpec(
-            config.size("intermediate_size", 4 * hidden),
-            config.activation("activation_function"),
-            gated=False,
-            bias=True,
-        ),
+        attention=read_attention(config, position=position),
+        mlp=read_ungated_mlp(config, "activation_function"),
         attn_norm=norm,
         parallel=True,
     )

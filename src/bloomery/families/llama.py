@@ -67,6 +67,17 @@ def read_mlp(config: ConfigReader, size_key: str = "intermediate_size") -> MlpSp
     )
 
 
+def read_ungated_mlp(
+    config: ConfigReader,
+    activation_key: str = "hidden_act",
+    bias: bool = True,
+    size_key: str = "intermediate_size",
+) -> MlpSpec:
+    """Read an MLP without a gate, which is four times as wide as the model if nothing is stated."""
+    size = config.size(size_key, 4 * config.size("hidden_size"))
+    return MlpSpec(size, config.activation(activation_key), gated=False, bias=bias)
+
+
 def read_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
     """Read a layer with an RMS norm before each block; keywords go to the attention."""
     norm = NormSpec("rms", config.number("rms_norm_eps"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model, read_ungated_mlp
 from bloomery.families.moe import read_grouped_router
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import MTP, mamba_names, read_mamba2
@@ -87,10 +87,8 @@ def read_mixer(config: ConfigReader, norm: NormSpec) -> Mamba2Spec:
     return read_mamba2(config, inner, norm=norm, in_bias=bias, out_bias=bias)
 
 
-def read_ungated_mlp(config: ConfigReader, size_key: str) -> MlpSpec:
-    activation = config.activation("mlp_hidden_act")
-    bias = config.flag("mlp_bias", False)
-    return MlpSpec(config.size(size_key), activation, gated=False, bias=bias)
+def read_block_mlp(config: ConfigReader, size_key: str) -> MlpSpec:
+    return read_ungated_mlp(config, "mlp_hidden_act", config.flag("mlp_bias", False), size_key)
 
 
 def read_latent_moe(config: ConfigReader) -> MoeSpec:
@@ -102,9 +100,9 @@ def read_latent_moe(config: ConfigReader) -> MoeSpec:
     return MoeSpec(
         num_experts=config.size("num_experts"),
         top_k=config.size("num_experts_per_tok"),
-        mlp=replace(read_ungated_mlp(config, "moe_intermediate_size"), bias=False),
+        mlp=replace(read_block_mlp(config, "moe_intermediate_size"), bias=False),
         router=read_grouped_router(config),
-        shared=read_ungated_mlp(config, "moe_shared_expert_intermediate_size"),
+        shared=read_block_mlp(config, "moe_shared_expert_intermediate_size"),
         latent=latent,
     )
 
@@ -116,7 +114,7 @@ def read_nemotron_h(config: ConfigReader) -> ModelSpec:
     kinds = {
         "recurrent": LayerSpec(None, None, recurrent=read_mixer(config, norm), attn_norm=norm),
         "attention": LayerSpec(read_attention(config, position=None), None, attn_norm=norm),
-        "mlp": LayerSpec(None, read_ungated_mlp(config, "intermediate_size"), mlp_norm=norm),
+        "mlp": LayerSpec(None, read_block_mlp(config, "intermediate_size"), mlp_norm=norm),
     }
     blocks = read_blocks(config)
     if "moe" in blocks:

@@ -5,17 +5,9 @@ residual sum and projects its embeddings.
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_model
+from bloomery.families.llama import read_attention, read_model, read_ungated_mlp
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.spec import (
-    AttentionSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    SplitTensors,
-    TensorNames,
-)
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec, SplitTensors, TensorNames
 
 NAMES = TensorNames(
     embed="model.decoder.embed_tokens",
@@ -37,13 +29,14 @@ NAMES = TensorNames(
     },
     prefixes=("model.", ""),
 )
-DEFAULTS = defaults(vocab=50272, hidden=768, mlp=3072, layers=12, heads=12, context=2048, tied=True)
+DEFAULTS = defaults(
+    vocab=50272, hidden=768, mlp=3072, layers=12, heads=12, context=2048, tied=True
+) | defaults(activation_function="relu")
 POSITION_OFFSET = 2  # row of the position table that the first token uses
 
 
 def read_opt(config: ConfigReader) -> ModelSpec:
     hidden = config.size("hidden_size")
-    num_heads = config.size("num_attention_heads")
     bias = config.flag("enable_bias", True)
     affine = config.flag("layer_norm_elementwise_affine", True)
     norm_first = config.flag("do_layer_norm_before", True)
@@ -51,13 +44,8 @@ def read_opt(config: ConfigReader) -> ModelSpec:
     norm = NormSpec("layer", 1e-5, bias=affine, weight=affine)
     embed_dim = config.size("word_embed_proj_dim", hidden)
     layer = LayerSpec(
-        attention=AttentionSpec(num_heads, num_heads, config.head_dim(), bias=bias, out_bias=bias),
-        mlp=MlpSpec(
-            config.size("intermediate_size"),
-            config.activation("activation_function", "relu"),
-            gated=False,
-            bias=bias,
-        ),
+        attention=read_attention(config, position=None, bias=bias, out_bias=bias),
+        mlp=read_ungated_mlp(config, "activation_function", bias),
         attn_norm=norm if norm_first else None,
         mlp_norm=norm if norm_first else None,
         attn_sum_norm=None if norm_first else norm,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model, read_ungated_mlp
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
-from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 PHI_NAMES = replace(
     NAMES,
@@ -36,10 +36,7 @@ def read_phi(config: ConfigReader) -> ModelSpec:
         out_bias=True,
         qk_norm=norm if config.flag("qk_layernorm", False) else None,
     )
-    mlp = MlpSpec(
-        config.size("intermediate_size"), config.activation("hidden_act"), gated=False, bias=True
-    )
-    layer = LayerSpec(attention, mlp, attn_norm=norm, parallel=True)
+    layer = LayerSpec(attention, read_ungated_mlp(config), attn_norm=norm, parallel=True)
     layers = [layer] * len(config.layers())
     return read_model(config, layers, final_norm=norm, head_bias=True)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_layer, read_mlp, read_model
+from bloomery.families.llama import read_layer, read_mlp, read_model
+from bloomery.families.moe import build_moe_names, put_experts, read_experts
 from bloomery.families.qwen2 import QWEN, uses_window
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec, SplitTensors
+from bloomery.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
 
 QWEN2_MOE = (
     QWEN
@@ -17,24 +18,11 @@ QWEN2_MOE = (
     | defaults(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
     | defaults(shared_expert_intermediate_size=5632)
 )
-MOE_NAMES = replace(
-    NAMES,
-    extra={**NAMES.extra, "router": "mlp.gate", "shared_gate": "mlp.shared_expert_gate"},
-    experts="mlp.experts.{e}.",
-    expert_up=SplitTensors(("gate_proj", "up_proj")),
-    expert_down="down_proj",
-    shared_up=SplitTensors(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
-    shared_down="mlp.shared_expert.down_proj",
-)
+MOE_NAMES = build_moe_names("mlp.gate", "mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 
 
 def read_moe(config: ConfigReader) -> MoeSpec:
-    return MoeSpec(
-        num_experts=config.size("num_experts"),
-        top_k=config.size("num_experts_per_tok"),
-        mlp=read_mlp(config, "moe_intermediate_size"),
-        router=RouterSpec(normalize=config.flag("norm_topk_prob", False)),
-    )
+    return read_experts(config, RouterSpec(normalize=config.flag("norm_topk_prob", False)))
 
 
 def mix_dense_and_moe(
@@ -43,11 +31,7 @@ def mix_dense_and_moe(
     """Put experts into every decoder_sparse_step-th layer that is not in mlp_only_layers."""
     step = config.size("decoder_sparse_step")
     dense_layers = config.list_of("mlp_only_layers", int)
-    mixed = []
-    for i, layer in enumerate(layers):
-        is_dense = i in dense_layers or (i + 1) % step != 0
-        mixed.append(layer if is_dense else replace(layer, mlp=moe))
-    return mixed
+    return put_experts(layers, moe, lambda i: (i + 1) % step == 0 and i not in dense_layers)
 
 
 def read_qwen2_moe(config: ConfigReader) -> ModelSpec:

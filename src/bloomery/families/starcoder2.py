@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model
+from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model, read_ungated_mlp
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec
 
 STARCODER2_NAMES = replace(NAMES, mlp_up="mlp.c_fc", mlp_down="mlp.c_proj")
 STARCODER2 = (
@@ -23,9 +23,7 @@ def read_starcoder2(config: ConfigReader) -> ModelSpec:
     config.require("mlp_type", "default")
     bias = config.flag("use_bias", True)
     norm = NormSpec("layer", config.number("norm_epsilon", 1e-5), bias=True)
-    mlp = MlpSpec(
-        config.size("intermediate_size"), config.activation("hidden_act"), gated=False, bias=bias
-    )
+    mlp = read_ungated_mlp(config, bias=bias)
     windows = read_layer_windows(config)
     layers = []
     for window in windows:

@@ -46,23 +46,17 @@ ZAMBA2_NAMES = mamba_names(
     )
 )
 HAS_BLOCK = {"hybrid": True, "mamba": False, "linear_attention": False}
-MAMBA = ["mamba"]
-HYBRID = ["hybrid"]
+DEFAULT_USES = (*range(6, 43, 6), 47, 51)
 ZAMBA2 = (
     defaults(vocab=32000, hidden=2560, layers=54, heads=32, context=4096, hidden_act="gelu")
     | defaults(rms_norm_eps=1e-5, tied=True, mamba_n_heads=8, mamba_n_groups=1, mamba_d_state=64)
     | defaults(mamba_d_conv=4, mamba_expand=2, num_mem_blocks=1, adapter_rank=128)
-    | {
-        "layers_block_type": MAMBA
-        + (MAMBA * 5 + HYBRID) * 7
-        + (MAMBA * 4 + HYBRID + MAMBA * 3 + HYBRID + MAMBA * 2)
-    }
 )
 
 
 def read_uses(config: ConfigReader) -> list[int]:
     """Return the layers with a block."""
-    has_block = config.layer_choices("layers_block_type", HAS_BLOCK, lambda i: False)
+    has_block = config.layer_choices("layers_block_type", HAS_BLOCK, lambda i: i in DEFAULT_USES)
     return [i for i in config.layers() if has_block[i]]
 
 

@@ -7,7 +7,8 @@ many whole rows as fit:
     row r of a part lies in its block r // rows_per_block, from r % rows_per_block * width on
 
 The memory of a block of keys and values is in two places, so what is called a block here is half a
-block of the scheduler: `memory` has the first halves of all blocks, then all second halves.
+block of the scheduler, or a piece of that half (cache_groups.StateLayout): `memory` has the first
+halves of all blocks, then all second halves. Other blocks of it hold the states of other layers.
 
 A sequence that computes its position 0 starts from zeros. What its blocks hold then is not read, so
 nobody has to clear them.
@@ -39,6 +40,9 @@ class RecurrentMetadata:
     state_blocks: torch.Tensor  # [sequences, blocks of a state]
     host_query_lens: tuple[int, ...] = ()
     host_seq_lens: tuple[int, ...] = ()
+    # What is computed after this, from the states that this leaves, with the same positions. Those
+    # that belong to another wave have seq_len 0.
+    later_waves: tuple[RecurrentMetadata, ...] = ()
 
     def host_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return new positions and lengths of all sequences; on a GPU this may wait for it."""

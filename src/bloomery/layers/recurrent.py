@@ -53,7 +53,14 @@ class RecurrentBlock:
         epilogue: AddResidual | None = None,
     ) -> ResidualStream:
         """x [tokens, hidden] -> [tokens, hidden], of the output rows only."""
-        y = self.mixer(self.project_in(x, prologue), states)
+        projected = self.project_in(x, prologue)
+        y = self.mixer(projected, states)
+        for wave in states.metadata.later_waves:
+            # A decode kernel may read states while the kernel before it runs (kernels/launch.py),
+            # so an operation of torch must lie between two waves. It waits for both.
+            is_later = wave.seq_lens[:, None] > 0
+            later = self.mixer(projected, LayerStates(states.memory, wave))
+            y = torch.where(is_later, later, y)
         if output_rows is not None:
             y = y[output_rows]
             self.project_out.select_adapters(output_rows)

@@ -63,7 +63,7 @@ class SharedBlockEnds:
 class DecoderLayer:
     """Attention and MLP with their norms and residual additions.
 
-    group: tensor parallel ranks, in layers whose two blocks run in parallel.
+    group: tensor parallel ranks, in layers of which two blocks read the same input.
     """
 
     spec: LayerSpec
@@ -119,14 +119,22 @@ class DecoderLayer:
             y = self._run_mixer(x, kv_cache, context, states, norm)
             add = AddResidual(residual, self.spec.residual_scale)
             x = add_normed(y, self.attn_post_norm, add, pool)
-        elif self.attention is not None and self.recurrent is not None:
-            assert kv_cache is not None and states is not None
+        elif self.spec.sums_mixers:
+            assert self.attention is not None and kv_cache is not None
+            assert self.recurrent is not None and states is not None
             normed = apply_norm(x, norm, pool)
-            add = self._add_mixer(residual, self.spec.attention_scale)
-            attended = self.attention(normed, kv_cache, context, None, add)
-            add = self._add_mixer(attended, self.spec.recurrent_scale)
+            if self.group is None:
+                add = self._add_mixer(residual, self.spec.attention_scale)
+                attended = self.attention(normed, kv_cache, context, None, add)
+                add = self._add_mixer(attended, self.spec.recurrent_scale)
+            else:
+                attended = materialize(self.attention(normed, kv_cache, context))
+                add = AddResidual(attended * self.spec.attention_scale, self.spec.recurrent_scale)
             context.restore_adapters()
             x = self.recurrent(normed, states, context.output_rows, None, add)
+            if self.group is not None:
+                total = self.group.all_reduce(materialize(x))
+                x = apply_epilogue(total, self._add_mixer(residual, 1.0), pool)
         else:
             scale = self.spec.attention_scale * self.spec.recurrent_scale
             add = self._add_mixer(residual, scale)
@@ -543,11 +551,14 @@ def load_decoder_layer(
         name = prefix + weights.names.extra.get(role, "")
         return weights.norm(getattr(spec, role), name, hidden)
 
-    # The layer itself all-reduces the sum of parallel blocks, once.
-    block_group = None if spec.parallel else group
+    # The layer itself all-reduces the sum of blocks on the same input, once.
+    mixer_group = None if spec.parallel or spec.sums_mixers else group
+    mlp_group = None if spec.parallel else group
     recurrent = None
     if spec.recurrent is not None:
-        recurrent = load_recurrent_block(spec.recurrent, hidden, weights, prefix, block_group)
+        recurrent = load_recurrent_block(
+            spec.recurrent, hidden, weights, prefix, group, mixer_group
+        )
     shared_block = None
     attention_inputs = hidden
     if spec.shared_block is not None:
@@ -561,13 +572,13 @@ def load_decoder_layer(
     attention = None
     if spec.attention is not None:
         attention = load_attention_block(
-            spec.attention, hidden, weights, prefix, block_group, attention_inputs
+            spec.attention, hidden, weights, prefix, mixer_group, attention_inputs
         )
     mlp: MlpBlock | MoeBlock | None = None
     if isinstance(spec.mlp, MoeSpec):
-        mlp = load_moe_block(spec.mlp, hidden, weights, prefix, block_group)
+        mlp = load_moe_block(spec.mlp, hidden, weights, prefix, mlp_group)
     elif spec.mlp is not None:
-        mlp = load_mlp_block(spec.mlp, hidden, weights, prefix, block_group)
+        mlp = load_mlp_block(spec.mlp, hidden, weights, prefix, mlp_group)
     return DecoderLayer(
         spec,
         attention,

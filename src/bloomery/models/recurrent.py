@@ -34,8 +34,12 @@ def load_recurrent_block(
     weights: ModelWeights,
     prefix: str,
     group: CommunicationGroup | None,
+    out_group: CommunicationGroup | None,
 ) -> RecurrentBlock:
-    """Load this rank's part of a recurrent mixer with its projections."""
+    """Load this rank's part of a recurrent mixer with its projections.
+
+    out_group: the ranks among which the output is summed; None: the caller sums it.
+    """
     in_bias, out_bias = projection_biases(spec)
     return RecurrentBlock(
         weights.recurrent_in(prefix, spec, hidden, in_bias),
@@ -47,7 +51,7 @@ def load_recurrent_block(
             recurrent_out_size(spec),
             out_bias,
             shard=weights.layout.recurrent_out(spec),
-            group=group,
+            group=out_group,
         ),
     )
 

@@ -6,6 +6,10 @@ positions go through the model in tiles of a fixed size, and each position is a 
 that attends over its own length. The last tile is filled with padding. A result may then not
 depend on its place in a tile; `find_batch_invariant_tile` checks that before the first step.
 
+Recurrent layers have another form for whole chunks, which rounds differently. Here they only take
+single steps: each position is a sequence of its own for them, too. Where a tile has several
+positions of a sequence, their mixers run in as many waves, each with one position of each sequence.
+
 A request therefore gets the same tokens alone and in any batch, with chunked prefill of any chunk
 size, after a prefix hit, after a preemption and after a replay, in every weight format.
 
@@ -40,6 +44,8 @@ class BatchInvariantForward:
     null_blocks: Sequence[int]  # of each block table
     block_size: int
     tile_size: int
+    # The blocks [blocks of a state] of a state that nobody reads, in each table of states.
+    null_states: Sequence[torch.Tensor] = ()
 
     def hidden_states(
         self,
@@ -49,7 +55,6 @@ class BatchInvariantForward:
         states: Sequence[RecurrentMetadata] = (),
         adapter_slots: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        assert not states, "the worker refuses recurrent layers in deterministic mode"
         num_tokens = len(token_ids)
         device = token_ids.device
         metadata = layouts[0]
@@ -79,9 +84,10 @@ class BatchInvariantForward:
                     layouts, tables, self.null_blocks, strict=True
                 )
             ]
+            recurrent = self._make_waves(states, part, sequence[part], metadata)
             padded_ids = self._pad_tile(token_ids[part], 0)
             slots = None if adapter_slots is None else self._pad_tile(adapter_slots[part], -1)
-            hidden = self.forward.hidden_states(padded_ids, tiles, None, (), slots)
+            hidden = self.forward.hidden_states(padded_ids, tiles, None, recurrent, slots)
             outputs.append(hidden[: len(part)])
         hidden = outputs[0]
         if len(outputs) > 1:
@@ -130,7 +136,12 @@ class BatchInvariantForward:
             )
             for null_block in self.null_blocks
         ]
-        hidden = self.forward.hidden_states(zeros + vocab_size // 2, tiles)
+        ones = torch.ones_like(zeros)  # sequences that begin, so they read no state
+        states = [
+            single_steps(ones, null_state.expand(self.tile_size, -1))
+            for null_state in self.null_states
+        ]
+        hidden = self.forward.hidden_states(zeros + vocab_size // 2, tiles, None, states)
         results = [hidden]
         if self.forward.decoder.is_last_stage:
             results.append(self.forward.compute_logits(hidden))
@@ -153,11 +164,51 @@ class BatchInvariantForward:
             window,
         )
 
+    def _make_waves(
+        self,
+        states: Sequence[RecurrentMetadata],
+        tokens: torch.Tensor,
+        sequence: torch.Tensor,
+        layout: AttentionMetadata,
+    ) -> tuple[RecurrentMetadata, ...]:
+        """Describe one tile to the recurrent layers of each table of states.
+
+        tokens, sequence: of each position of the tile, its index in the step and its sequence.
+        """
+        if not states:
+            return ()
+        seq_lens = layout.positions[tokens] + 1
+        waves = [seq_lens]  # 0 for the positions of other waves
+        num_sequences = len(layout.seq_lens)
+        if num_sequences < len(layout.positions):
+            # The positions of a sequence follow each other in the tile, as they do in the step.
+            offset = tokens - layout.query_start_loc[sequence]
+            first = offset.new_full((num_sequences,), len(layout.positions))
+            first = first.scatter_reduce(0, sequence.long(), offset, "amin")
+            wave = offset - first[sequence]
+            waves = [seq_lens * (wave == number) for number in range(int(wave.max()) + 1)]
+        waves = [self._pad_tile(wave, 0) for wave in waves]
+        tile_states = []
+        for table, null_state in zip(states, self.null_states, strict=True):
+            blocks = self._pad_tile(table.state_blocks[sequence], 0)
+            first_wave, *later_waves = [
+                single_steps(wave, blocks.where(wave[:, None] > 0, null_state)) for wave in waves
+            ]
+            tile_states.append(replace(first_wave, later_waves=tuple(later_waves)))
+        return tuple(tile_states)
+
     def _pad_tile(self, values: torch.Tensor, fill: int) -> torch.Tensor:
         """Pad values [n, ...] with `fill` to [tile_size, ...]."""
         missing = self.tile_size - len(values)
         padding = (0, 0) * (values.dim() - 1) + (0, missing)
         return F.pad(values, padding, value=fill)
+
+
+def single_steps(seq_lens: torch.Tensor, state_blocks: torch.Tensor) -> RecurrentMetadata:
+    """Every position as a sequence of its own: seq_lens [n], state_blocks [n, pieces]."""
+    count = len(seq_lens)
+    starts = torch.arange(count + 1, dtype=seq_lens.dtype, device=seq_lens.device)
+    return RecurrentMetadata(count, starts, seq_lens, state_blocks.contiguous())
 
 
 def find_batch_invariant_tile(
@@ -166,11 +217,14 @@ def find_batch_invariant_tile(
     null_blocks: Sequence[int],
     block_size: int,
     mesh: DeviceMesh,
+    null_states: Sequence[torch.Tensor] = (),
 ) -> BatchInvariantForward:
     """Use full tiles if results are place invariant on every rank, else tiles of one position."""
     on_cpu = forward.decoder.device.type == "cpu"
     tile_size = CPU_TILE_SIZE if on_cpu else GPU_TILE_SIZE
-    tiled = BatchInvariantForward(forward, max_blocks_per_seq, null_blocks, block_size, tile_size)
+    tiled = BatchInvariantForward(
+        forward, max_blocks_per_seq, null_blocks, block_size, tile_size, null_states
+    )
     if mesh.min_over_ranks(tiled.is_place_invariant(forward.decoder.spec.vocab)):
         return tiled
     return replace(tiled, tile_size=1)

@@ -93,11 +93,10 @@ class StageCache:
 
     def slot_bytes(self, num_blocks: int) -> dict[int, int]:
         """Return the bytes of each layer slot. Layers that share a slot take equally many."""
-        sizes = {
-            place.slot: num_blocks * self.layout.slot_bytes
-            for place in self.state_places
-            if place is not None
-        }
+        sizes: dict[int, int] = {}
+        for place in self.state_places:
+            if place is not None and self.layout.states is not None:
+                sizes[place.slot] = num_blocks * self.layout.states.slot_bytes
         for layer, place in enumerate(self.places):
             if place is not None:
                 shape = self.layer_shape(layer, num_blocks)
@@ -149,16 +148,17 @@ class CacheMemory:
         return caches
 
     def states(self) -> list[tuple[torch.Tensor, int] | None]:
-        """The memory of each layer's states [half blocks, values], and its table of states."""
-        slot_bytes = self.cache.layout.slot_bytes
+        """The memory of each layer's states [pieces, values], and its table of pieces."""
+        layout = self.cache.layout.states
         states: list[tuple[torch.Tensor, int] | None] = []
         for place in self.cache.state_places:
-            if place is None:
+            if place is None or layout is None:
                 states.append(None)
                 continue
-            memory = self.slots[place.slot][: self.num_blocks * slot_bytes]
-            halves = memory.view(torch.float32).view(2 * self.num_blocks, -1)
-            states.append((halves, place.table))
+            # A slot whose keys and values take more bytes has larger pieces.
+            values = self._halves(self.slots[place.slot])[0].view(torch.float32)
+            num_pieces = 2 * self.num_blocks * layout.pieces_per_half
+            states.append((values.view(num_pieces, -1), place.table))
         return states
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

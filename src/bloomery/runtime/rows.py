@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bloomery.attention.base import index_dtype, upload
-from bloomery.cache_groups import BlockTableSpec
+from bloomery.cache_groups import BlockTableSpec, StateLayout
 from bloomery.messages import NULL_BLOCK, NewRequestData, ScheduledRequest
 from bloomery.native.thread_pool import ThreadPool
 
@@ -31,7 +31,7 @@ class RequestRow:
     index: int  # into every per-row tensor
     request: NewRequestData
     block_tables: list[list[int]] = field(default_factory=list)  # as the kernels count blocks
-    # Half blocks of its recurrent state, for each table of states (kernels/state_cache.py).
+    # Pieces of its recurrent states, for each table of them (cache_groups.StateLayout).
     state_blocks: list[list[int]] = field(default_factory=list)
     num_uploaded_blocks: int = 0  # blocks of each table that the device knows
     pooled_sum: torch.Tensor | None = None  # [hidden] for mean pooling, see pooling.py
@@ -90,13 +90,11 @@ class RequestRows:
         device: torch.device,
         pool: ThreadPool | None = None,
         tables: Sequence[BlockTableSpec] = (SINGLE_TABLE,),
-        state_tables: int = 0,
-        state_blocks: int = 0,
+        states: StateLayout | None = None,
     ):
         """`max_blocks_per_seq` counts blocks as the kernels do, `null_block` as the scheduler.
 
-        The null block is the last one. A recurrent state has `state_blocks` blocks in each of
-        `state_tables` tables.
+        The null block is the last one.
         """
         self.pool = pool  # of the native CPU kernels that read and write the rows
         dtype = index_dtype(device)
@@ -118,32 +116,28 @@ class RequestRows:
         null_entries = torch.tensor(self.null_blocks, dtype=dtype).view(-1, 1, 1)
         # [tables, rows, blocks]
         self.block_tables = null_entries.repeat(1, num_rows, max_blocks_per_seq).to(device)
-        self.state_tables = state_tables
-        self.blocks_per_state = state_blocks
-        null_state = self.split_into_halves([null_block] * state_blocks)
-        # [tables, rows, half blocks]
-        self.state_blocks = torch.tensor(null_state, dtype=dtype).repeat(state_tables, num_rows, 1)
-        self.state_blocks = self.state_blocks.to(device)
+        self.states = states
+        if states is not None:
+            null_state = states.divide_blocks([null_block] * states.num_blocks, null_block + 1)
+            null_pieces = torch.tensor(null_state, dtype=dtype)[:, None]
+            # [tables, rows, pieces]
+            self.state_blocks = null_pieces.repeat(1, num_rows, 1).to(device)
         self.new_states: dict[int, RequestRow] = {}  # rows whose states are not uploaded, by index
 
     def add(self, sequence: int, request: NewRequestData) -> RequestRow:
         """Assign a free row to a new request."""
         row = RequestRow(self.free_rows.pop(), request)
         row.block_tables = [[] for _ in self.tables]
-        if self.state_tables:
-            width = self.blocks_per_state
-            row.state_blocks = [
-                self.split_into_halves(request.state_blocks[table * width : (table + 1) * width])
-                for table in range(self.state_tables)
-            ]
+        if self.states is not None:
+            num_blocks = self.null_block + 1
+            row.state_blocks = self.states.divide_blocks(request.state_blocks, num_blocks)
             self.new_states[row.index] = row
         self.by_sequence[sequence] = row
         return row
 
-    def split_into_halves(self, blocks: Sequence[int]) -> list[int]:
-        """The two half blocks of each block, as kernels of recurrent states count them."""
-        num_blocks = self.null_block + 1
-        return [half for block in blocks for half in (block, num_blocks + block)]
+    def null_states(self) -> list[torch.Tensor]:
+        """The pieces [pieces] of the padding row's state, for each table of states."""
+        return [] if self.states is None else list(self.state_blocks[:, self.padding_row])
 
     def append_blocks(self, sequence: int, blocks: Sequence[int]) -> RequestRow:
         """Extend the block tables of a request; `upload_new_blocks` sends them to the device.
@@ -234,7 +228,7 @@ class RequestRows:
         entries = [row.state_blocks for row in self.new_states.values()]
         self.new_states.clear()
         device = self.state_blocks.device
-        blocks = upload(entries, device, self.state_blocks.dtype)  # [rows, tables, half blocks]
+        blocks = upload(entries, device, self.state_blocks.dtype)  # [rows, tables, pieces]
         self.state_blocks[:, upload(indices, device).long()] = blocks.transpose(0, 1)
 
     def set_last_tokens(

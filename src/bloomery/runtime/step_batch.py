@@ -136,9 +136,9 @@ def build_host_states(
     placed: Sequence[PlacedRequest], rows: RequestRows, layout: AttentionMetadata
 ) -> tuple[RecurrentMetadata, ...]:
     """Describe a host-built step to the recurrent layers of each table of states."""
-    if not rows.state_tables:
+    if rows.states is None:
         return ()
-    entries = [row.state_blocks for _, row in placed]  # [sequences, tables, half blocks]
+    entries = [row.state_blocks for _, row in placed]  # [sequences, tables, pieces]
     blocks = upload(entries, layout.seq_lens.device, layout.seq_lens.dtype)
     return tuple(
         RecurrentMetadata(
@@ -422,7 +422,7 @@ class StepBuffers:
         sequence_rows: the rows of the sequences, in parts.
         """
         rows = self.rows
-        if not rows.state_tables:
+        if rows.states is None:
             return ()
         batch_rows = sequence_rows[0] if len(sequence_rows) == 1 else torch.cat(sequence_rows)
         blocks = gather_state_blocks(batch_rows, rows.state_blocks, rows.pool)

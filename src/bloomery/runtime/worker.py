@@ -26,7 +26,7 @@ from bloomery.attention.base import AttentionBackend, download, upload
 from bloomery.attention.select import select_backend, tune_backend
 from bloomery.cache_groups import count_pages
 from bloomery.config import EnginePlan
-from bloomery.errors import ConfigError, InvalidRequest
+from bloomery.errors import InvalidRequest
 from bloomery.hardware import detect_hardware
 from bloomery.kernels.launch import MissingKernels, compile_kernels
 from bloomery.messages import (
@@ -118,7 +118,6 @@ class Worker:
         self.pool = pool or self._start_thread_pool()
         loaded = self._load_model(progress, report)
         self.decoder = loaded.decoder
-        self._check_recurrent_layers()
         self.adapters: WorkerAdapters | None = None
         if loaded.adapter_reader is not None:
             self.adapters = WorkerAdapters(loaded.adapter_reader, self._prepare_adapter)
@@ -150,8 +149,7 @@ class Worker:
             self.device,
             self.pool,
             self.cache.layout.tables,
-            self.cache.layout.state_tables,
-            self.cache.layout.state_blocks,
+            self.cache.layout.states,
         )
         self.sampler = Sampler(  # its last row is the padding row, which is greedy
             plan.max_num_seqs + 1,
@@ -215,14 +213,6 @@ class Worker:
             pool=self.pool,
             adapter_memory=adapter_memory,
         )
-
-    def _check_recurrent_layers(self) -> None:
-        """Refuse options that recurrent layers do not have."""
-        if self.decoder.full_spec.recurrents and self.plan.deterministic:
-            raise ConfigError(
-                "deterministic: the state of recurrent layers depends on how a prompt is divided "
-                "into chunks; start this model without --deterministic"
-            )
 
     def _select_attention_backend(self) -> AttentionBackend:
         plan = self.plan
@@ -325,6 +315,7 @@ class Worker:
             self.rows.null_blocks,
             self.cache.kernel_block_size,
             self.mesh,
+            self.rows.null_states(),
         )
 
     def _build_runner(self) -> ModelRunner:

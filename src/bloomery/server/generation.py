@@ -109,6 +109,7 @@ class GenerationJob:
                 cache_salt=self.call.tenant,
                 tenant=self.call.tenant,
                 grammar=entry.grammar,
+                system_length=entry.prompt.system_length,
                 lora=adapter.engine_name if adapter else "",
                 lora_path=adapter.path if adapter else "",
             )

@@ -130,6 +130,7 @@ class ServerSettings:
 class TokenizedPrompt:
     ids: Sequence[int]
     text: str | None = None  # None: the client sent token ids
+    system_length: int = 0  # see EngineRequest
 
 
 @dataclass(frozen=True)
@@ -364,10 +365,12 @@ class InferenceService:
             from bloomery.server.response_plan import shorten_call_ids
 
             messages = shorten_call_ids(messages)
-        text, ids = await self.tokenizer_pool.render_chat(
-            messages, options, self.max_prompt_characters
+        # Other models find any common beginning in the prefix cache.
+        finds_system = any(group.state_blocks for group in self.capacity.cache_groups)
+        chat = await self.tokenizer_pool.render_chat(
+            messages, options, self.max_prompt_characters, finds_system
         )
-        return TokenizedPrompt(ids, text)
+        return TokenizedPrompt(chat.ids, chat.text, chat.system_length)
 
     def warm_up(self) -> None:
         """Do before the first request what it would otherwise wait for."""

@@ -41,7 +41,7 @@ from bloomery.ipc import (
     spawn_child,
 )
 from bloomery.sampling import StructuredOutputs
-from bloomery.text.chat import render_chat, render_template
+from bloomery.text.chat import common_length, find_system_end, render_chat, render_template
 from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
 
 log = logging.getLogger("bloomery.text")
@@ -80,6 +80,7 @@ class RenderChatTask(msgspec.Struct, frozen=True):
     messages: list[Any]
     options: dict[str, Any]
     max_characters: int
+    finds_system: bool = False  # count the tokens of the system message, too
 
 
 class GrammarTask(msgspec.Struct, frozen=True):
@@ -109,6 +110,7 @@ class TaskResult(msgspec.Struct, frozen=True):
 
     ids: list[int] = []
     text: str = ""
+    system_length: int = 0  # tokens of a chat up to the end of its system message
     # JSON, so that the parent need not decode the many pieces of a long text.
     pieces: bytes = b""
     warnings: tuple[str, ...] = ()
@@ -207,15 +209,19 @@ class TokenizerPool:
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
         max_characters: int,
-    ) -> tuple[str, list[int]]:
-        """Render a conversation with the chat template; return the text and its token ids."""
+        finds_system: bool = False,
+    ) -> TaskResult:
+        """Render a conversation with the chat template; the result has the text and its token ids.
+
+        With `finds_system` it also has the tokens up to the end of the system message.
+        """
         task = RenderChatTask(
             msgspec.to_builtins([dict(message) for message in messages]),
             msgspec.to_builtins(dict(options)),
             max_characters,
+            finds_system,
         )
-        result = await self._run(task, self.template_seconds, "messages")
-        return result.text, result.ids
+        return await self._run(task, self.template_seconds, "messages")
 
     async def compile_grammar(
         self, outputs: StructuredOutputs | str, field: str
@@ -496,13 +502,20 @@ def run_task(
             return TaskResult(pieces=encode_pieces(pieces, last))
         case DecodeTask(ids):
             return TaskResult(text=tokenizer.decode(ids, skip_special=False))
-        case RenderChatTask(messages, options, max_characters):
+        case RenderChatTask(messages, options, max_characters, finds_system):
+            options["limit"] = max_characters
             try:
-                text = render_chat(tokenizer, messages, **options, limit=max_characters)
+                text = render_chat(tokenizer, messages, **options)
             except TemplateError as error:
                 is_too_long = isinstance(error, RenderedChatTooLong)
                 return TaskError(str(error), error.field, is_too_long)
-            return TaskResult(tokenizer.encode(text, add_special=False), text)
+            ids = tokenizer.encode(text, add_special=False)
+            system_length = 0
+            if finds_system:
+                end = find_system_end(tokenizer, text, messages, **options)
+                system_ids = tokenizer.encode(text[:end], add_special=False)
+                system_length = common_length(system_ids, ids)
+            return TaskResult(ids, text, system_length)
         case GrammarTask(options, lark, field) if vocabulary is not None:
             return run_grammar_task(options, lark, vocabulary, field)
         case ToolsTask(tools):

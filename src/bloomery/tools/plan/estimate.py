@@ -16,6 +16,7 @@ from typing import Any
 from bloomery.adapter_sizes import AdapterSizes, pad_rank
 from bloomery.cache_groups import (
     CacheLayout,
+    StateLayout,
     count_held_blocks,
     count_state_blocks,
     local_kv_heads,
@@ -244,8 +245,9 @@ class PlacedModel:
             2 * local_kv_heads(attention, self.layout.tp) * attention.head_dim
             for attention in self.model.attentions
         ]
-        if self.cache_layout.slot_bytes:
-            return self._state_block_bytes()
+        states = self.cache_layout.states
+        if states is not None:
+            return self._state_block_bytes(states)
         if len(self.cache_layout.groups) == 1:
             values = sum(position_bytes) * self.page_size
         else:
@@ -258,12 +260,14 @@ class PlacedModel:
             )
         return values * self.kv_bits / 8 / self.layout.pp
 
-    def _state_block_bytes(self) -> float:
+    def _state_block_bytes(self, states: StateLayout) -> float:
         """Bytes of a block that may also hold a part of a recurrent state."""
-        layout = self.cache_layout
-        num_slots = max(-(-group.num_layers // group.num_tables) for group in layout.groups)
+        num_slots = max(
+            -(-group.num_layers // (states.num_tables if group.state_blocks else group.num_tables))
+            for group in self.cache_layout.groups
+        )
         scale_share = self.kv_bits / (8 * self.value_bytes) if self.model.attentions else 1.0
-        return num_slots * layout.slot_bytes * scale_share / self.layout.pp
+        return num_slots * states.slot_bytes * scale_share / self.layout.pp
 
     @property
     def state_bytes_per_sequence(self) -> float:
@@ -576,7 +580,7 @@ class PlanEstimate:
             "kv_bytes_per_sequence": round(self.sequence_kv_bytes()),
             "state_bytes_per_sequence": round(chosen.state_bytes_per_sequence),
             "checkpoints_beside_one_user": chosen.count_checkpoints(1, self.context)
-            if chosen.cache_layout.slot_bytes
+            if chosen.cache_layout.states
             else 0,
             "cache_groups": [asdict(group) for group in chosen.cache_layout.groups],
             "activation_bytes": round(largest_step(model, options.hardware)[1]),

@@ -192,7 +192,7 @@ def _cache_group_lines(plan: PlanEstimate) -> list[str]:
 def _state_lines(plan: PlanEstimate) -> list[str]:
     """The memory of recurrent states, and how many checkpoints of them fit."""
     chosen = plan.chosen
-    if not chosen.cache_layout.slot_bytes:
+    if chosen.cache_layout.states is None:
         return []
     num_layers = len(plan.model.recurrents)
     num_ranks = chosen.layout.tp * chosen.layout.pp
