@@ -195,14 +195,14 @@ def test_the_chunk_of_an_unsplit_round_fills_the_round(planner: ChunkPlanner) ->
 
 def test_a_lone_prompt_is_read_in_long_chunks_only_where_short_ones_are_slow() -> None:
     """A laptop reads the weights for 60 ms in each step; a large GPU computes meanwhile."""
-    alone = make_batch(num_streams=0, num_prefills=1)
+    only_prefill = make_batch(num_streams=0, num_prefills=1)
     laptop = ChunkPlanner(8, LatencyTargets(), linear_step_time(60e-3, 9e-3, 1))
-    (step,) = plan_steps(laptop, alone, [], 1)
+    (step,) = plan_steps(laptop, only_prefill, [], 1)
     assert 96 <= step.prefill_tokens <= 128
     (step,) = plan_steps(laptop, make_batch(num_streams=1, num_prefills=1), [], 1)
     assert step.prefill_tokens <= 32
     large_gpu = ChunkPlanner(128, LatencyTargets(), linear_step_time(35e-3, 1.5e-4, 230))
-    (step,) = plan_steps(large_gpu, alone, [], 1)
+    (step,) = plan_steps(large_gpu, only_prefill, [], 1)
     assert 512 <= step.prefill_tokens <= 768
 
 
