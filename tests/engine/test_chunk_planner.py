@@ -193,7 +193,7 @@ def test_the_chunk_of_an_unsplit_round_fills_the_round(planner: ChunkPlanner) ->
     assert 0.8 * target < seconds < 1.6 * target
 
 
-def test_a_lone_prompt_is_read_in_long_chunks_only_where_short_ones_are_slow() -> None:
+def test_a_single_prompt_has_long_chunks_only_where_short_ones_are_slow() -> None:
     """A laptop reads the weights for 60 ms in each step; a large GPU computes meanwhile."""
     only_prefill = make_batch(num_streams=0, num_prefills=1)
     laptop = ChunkPlanner(8, LatencyTargets(), linear_step_time(60e-3, 9e-3, 1))
