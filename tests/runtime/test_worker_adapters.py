@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bloomery.engine.loop import EngineLoop
+from bloomery.messages import AdapterInfo
 from bloomery.runtime.runner import CpuTraceRunner, CudaGraphRunner
 from bloomery.runtime.worker import TRIED_SHAPE_STRIDE, Worker
 from tests.parity.adapters import (
@@ -68,10 +70,10 @@ class AdaptedEngine:
         for name, request in zip(names, requests, strict=True):
             assert output_token_ids(outputs[request.id]) == self.expected[name]
 
-    def load(self, name: str) -> None:
-        """Read an adapter into host memory."""
+    def load(self, name: str) -> Future[AdapterInfo]:
+        """Start to read an adapter into host memory."""
         path = str(self.folder / name)
-        self.worker.load_adapter(path, path).result()
+        return self.worker.load_adapter(path, path)
 
 
 @pytest.fixture
@@ -109,12 +111,15 @@ def test_graphs_of_other_adapters_stay(engine: AdaptedEngine) -> None:
     assert graph_runner.graphs == at_start, "a step with an adapter was not captured at the start"
     memory = worker.decoder.adapter_memory
     assert memory is not None and memory.outer.values is None
-    engine.load("head")
-    # Its memory is there and its kernels were tried before a step needs it.
+    loading = engine.load("head")
+    while not loading.done():
+        engine.check("inner", "inner")
+    # Its memory is there and its kernels were tried, after other steps, before a step needs it.
     assert memory.outer.values is not None
     shapes = worker.runner.list_outer_shapes()
     tried = set(shapes[::TRIED_SHAPE_STRIDE])
     assert tried and set(graph_runner.graphs) == set(at_start) | tried
+    assert worker.kernel_trial is None
     engine.check("head", "inner")
     engine.check("inner")
     # The others are captured when they recur, and only those with that adapter.
