@@ -6,6 +6,9 @@ Runs streams, half of them with adapters, and loads other adapters from disk. Pr
 latency without loads and during the loads: median, 99th percentile and longest gap. The longest gap
 during the loads should be at most twice the longest one without.
 
+At last the first adapter that changes the head is loaded and used by another stream, whose steps
+launch kernels that no step has launched before.
+
 Weights and adapters are random and have real shapes: the adapters change all linear layers. Only
 --files different ones are written; the others are links to them. For a CPU: llama-1b --layers 2
 --rank 8 --streams 4.
@@ -89,6 +92,21 @@ def write_adapters(folder: Path, config: dict[str, Any], args: argparse.Namespac
     return paths
 
 
+def write_head_adapter(folder: Path, config: dict[str, Any], rank: int) -> Path:
+    """Write a random adapter of the head alone."""
+    path = folder / "head"
+    path.mkdir()
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["lm_head"]}
+    (path / "adapter_config.json").write_text(json.dumps(settings))
+    name = "base_model.model.lm_head"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(rank, config["hidden_size"]) / 100,
+        f"{name}.lora_B.weight": torch.randn(config["vocab_size"], rank) / 100,
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    return path
+
+
 def create_engine(folder: Path, config: dict[str, Any], args: argparse.Namespace) -> AsyncLLM:
     model = folder / "model"
     model.mkdir()
@@ -147,7 +165,9 @@ def describe_gaps(gaps: Sequence[float]) -> dict[str, float]:
     return {name: round(1e3 * seconds, 2) for name, seconds in milliseconds.items()}
 
 
-async def measure_stalls(engine: AsyncLLM, paths: list[Path], args: argparse.Namespace) -> None:
+async def measure_stalls(
+    engine: AsyncLLM, paths: list[Path], head: Path, args: argparse.Namespace
+) -> None:
     rng = Random(0)
     recorder = GapRecorder()
     params = SamplingParams(temperature=0.0, max_tokens=4000, ignore_eos=True, detokenize=False)
@@ -182,6 +202,15 @@ async def measure_stalls(engine: AsyncLLM, paths: list[Path], args: argparse.Nam
                 name = f"load-{path.name}"
                 engine.client_loop.call_soon_threadsafe(engine.client.unload_adapter, name)
         print(json.dumps(rounds[-1]), flush=True)
+    begin = time.perf_counter()
+    adapter = LoRARequest("head", 10_000, str(head))
+    prompt = [rng.randrange(3, 1000) for _ in range(PROMPT_TOKENS)]
+    streams.append(asyncio.create_task(recorder.follow(engine.stream(prompt, params, adapter))))
+    while recorder.num_started <= args.streams:
+        await asyncio.sleep(0.1)
+    seconds = round(time.perf_counter() - begin, 2)
+    await asyncio.sleep(args.seconds)
+    print(json.dumps({"first_head": True, "ttft": seconds, **describe_gaps(recorder.take())}))
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
@@ -209,9 +238,10 @@ def main() -> None:
         config["num_hidden_layers"] = args.layers
     with tempfile.TemporaryDirectory() as folder:
         paths = write_adapters(Path(folder), config, args)
+        head = write_head_adapter(Path(folder), config, args.rank)
         engine = create_engine(Path(folder), config, args)
         try:
-            asyncio.run(measure_stalls(engine, paths, args))
+            asyncio.run(measure_stalls(engine, paths, head, args))
         finally:
             engine.close()
 

@@ -147,6 +147,24 @@ def test_files_may_change_and_vanish_under_running_answers(server: LoraServer) -
     assert server.unload("miner").status_code == 404
 
 
+def test_an_unloaded_adapter_serves_its_answers_to_their_end(server: LoraServer) -> None:
+    assert server.load("monk", server.write("monk", seed=6)).status_code == 200
+    expected = server.text("monk")
+    body = {"model": "monk", "prompt": "The iron", "max_tokens": NUM_TOKENS, "stream": True}
+    greedy = {"temperature": 0, "ignore_eos": True}
+    text = ""
+    unloaded = False
+    with server.client.stream("POST", "/v1/completions", json=body | greedy) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line[6:])["choices"][0]["text"]
+            if text and not unloaded:
+                assert server.unload("monk").status_code == 200
+                assert server.complete("monk", 1).status_code == 404
+                unloaded = True
+    assert text == expected
+
+
 def test_a_hundred_loads_leave_nothing_behind(server: LoraServer) -> None:
     path = server.write("poet", seed=5)
     for number in range(100):

@@ -1,12 +1,10 @@
 """Reads LoRA adapters: the tensors of a PEFT or GGUF file become the values of a device slot.
 
 An adapter names its matrices after the layers of the model it was trained with. Each target of the
-model (adapter_memory.py) looks for the layers it consists of, under every name and layout that they
-may have: q, k and v separate or fused, experts separate or stacked. The rows of B are then arranged
-exactly as the rows of the base weights (weights.py), and a rank keeps its own part. So every family
-and every weight format works through the same code.
-
-What an adapter holds and the model has no place for is an error that names it.
+model (adapter_memory.py) looks for the layers it consists of (adapter_modules.py), under every name
+and layout that they may have: q, k and v separate or fused, experts separate or stacked. The rows
+of B are then arranged exactly as the rows of the base weights (weights.py), and a rank keeps its
+own part. So every family and every weight format works through the same code.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,21 +39,27 @@ from bloomery.models.adapter_memory import (
     TableTarget,
     view_lookup,
 )
+from bloomery.models.adapter_modules import (
+    EXPERT_MODULE,
+    AdapterModule,
+    AdapterModules,
+    Stored,
+    layer_of,
+    translate_names,
+)
 from bloomery.models.checkpoint import CPU, FileSource, from_safetensors
-from bloomery.models.weights import arrange_parts, arrange_qkv, arrange_recurrent_in, is_interleaved
+from bloomery.models.weights import (
+    arrange_parts,
+    arrange_qkv,
+    arrange_recurrent_in,
+    is_interleaved,
+    names_of,
+)
 from bloomery.quant.lazy_tensor import LazyTensor
 from bloomery.spec import AttentionSpec, FusedTensor, RopeSpec, SplitTensors, TensorNames
 
-Stored = str | SplitTensors | FusedTensor
 ReadRows = Callable[[str, int], torch.Tensor]  # a layer's name and rows -> [rows, columns]
 
-# What PEFT and the GGUF converter append to the path of a module.
-PEFT_MATRIX = re.compile(
-    r"(.+)\.lora_(embedding_)?(A|B)(\.(?!weight$|bias$)\w+)?(\.weight|\.bias)?"
-)
-GGUF_MATRIX = re.compile(r"(.+)\.weight\.lora_(a|b)")
-SAVED_TENSOR = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(\.\w+)?)?\.(weight|bias)")
-EXPERT_MODULE = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
 STACKED_MODULE = re.compile(r".*\bexperts(\.base_layer)*")
 # Names of the same layers in models that other libraries have split or fused, in one folder.
 QKV_LAYOUTS: tuple[Stored, ...] = (
@@ -71,16 +74,6 @@ GATE_UP_LAYOUTS: tuple[Stored, ...] = (
 )
 EXPERT_UP_LAYOUTS: tuple[Stored, ...] = (*GATE_UP_LAYOUTS, "up_proj")
 EXPERT_DOWN_LAYOUTS: tuple[Stored, ...] = ("down_proj", "w2")
-
-
-@dataclass
-class AdapterModule:
-    """The tensors that an adapter has for one module of the model."""
-
-    path: str
-    layer: int | None  # of the decoder layer, None outside of them
-    name: str  # within the layer, or the last part of the path
-    tensors: dict[str, str] = field(default_factory=dict)  # role -> name in the file
 
 
 class LowRankPair(NamedTuple):
@@ -143,10 +136,14 @@ class AdapterConversion:
                 {name: from_safetensors(self.path, entry) for name, entry in header.items()},
             )
             self.names = reader.module_names
-        self.modules = self._index_modules()
-        self.by_name = {(module.layer, module.name): module for module in self.modules.values()}
-        self.used: set[str] = set()  # paths of modules
-        self.exact_names = self._list_exact_names()
+        self.modules = AdapterModules(
+            self.source.names(),
+            self.names,
+            self._list_exact_names(),
+            self.config,
+            self.path,
+            self.is_gguf,
+        )
         self.largest_rank = 0
         # Values that this rank has of the matrices that were converted, by their use in a step.
         self.num_values = Counter[str]()
@@ -167,10 +164,11 @@ class AdapterConversion:
                 tables[index] = table.contiguous()
                 if table_target.name == self.reader.names.head:
                     self.num_values["head"] += table.numel()
-        self._check_all_used()
+        own_layers = {layer_of(target.prefix) for target in memory.targets}
+        self.modules.check_all_used(own_layers, self.reader.num_layers)
         num_targets = sum(
             any(role in module.tensors for role in ("a", "weight"))
-            for module in self.modules.values()
+            for module in self.modules.by_path.values()
         )
         if not num_targets:
             raise refuse(self.path, "the file has no LoRA matrices; save the adapter again")
@@ -195,91 +193,6 @@ class AdapterConversion:
                 self._convert_linear(target, *views)
         return values
 
-    # ---- the modules of the file ----
-
-    def _index_modules(self) -> dict[str, AdapterModule]:
-        """Group the tensors of the file by module."""
-        modules: dict[str, AdapterModule] = {}
-        for tensor in self.source.names():
-            path, role = self._parse_tensor_name(tensor)
-            module = modules.get(path)
-            if module is None:
-                module = modules[path] = AdapterModule(path, *self._locate_module(path))
-                target = path.removesuffix(".base_layer")
-                if role in ("a", "b") and not self.config.targets(target, module.layer):
-                    raise refuse(
-                        self.path,
-                        f"it has matrices of {path}, which its adapter_config.json does not "
-                        "target; the two files belong to different adapters",
-                    )
-            module.tensors[role] = tensor
-        return modules
-
-    def _parse_tensor_name(self, tensor: str) -> tuple[str, str]:
-        """Return the path of the module and the role of a tensor in it."""
-        if "lora_magnitude_vector" in tensor:
-            raise refuse(self.path, f"{tensor}: DoRA is not supported; merge the adapter")
-        match = GGUF_MATRIX.fullmatch(tensor) if self.is_gguf else None
-        if match:
-            return match[1], match[2]
-        path = tensor
-        while path.startswith(("base_model.model.", "base_model.")):
-            path = path.removeprefix("base_model.").removeprefix("model.")
-        match = PEFT_MATRIX.fullmatch(path)
-        if match:
-            role = match[3].lower()
-            is_bias = match[5] == ".bias"
-            return match[1], f"{role}_bias" if is_bias else role
-        match = SAVED_TENSOR.fullmatch(path)
-        if match:
-            return match[1], match[4]
-        raise refuse(
-            self.path,
-            f"tensor {tensor!r} is none that an adapter has; save the adapter again with PEFT",
-        )
-
-    def _locate_module(self, path: str) -> tuple[int | None, str]:
-        """Return the decoder layer of a module, and its name there."""
-        folder = self.names.layer.partition("{i}")[0].rstrip(".").rpartition(".")[2]
-        match = re.search(rf"(?:^|\.){folder}\.(\d+)\.(.+)$", path)
-        if match:
-            return int(match[1]), match[2]
-        return None, path.rpartition(".")[2]
-
-    def _find(self, layer: int | None, name: str) -> AdapterModule | None:
-        """Return the module of that name in a decoder layer, or outside of the layers."""
-        if layer is None:
-            name = name.rpartition(".")[2]
-        module = self.by_name.get((layer, name)) or self._find_shared(layer, name)
-        if module is not None:
-            self.used.add(module.path)
-        return module
-
-    def _find_shared(self, layer: int | None, name: str) -> AdapterModule | None:
-        """Return the module of another layer that shares its weights, if it stands for this one.
-
-        Where training has run shared layers as one module, the file has it once. Otherwise each of
-        the layers that the adapter targets has a module of its own.
-        """
-        names = self.names
-        if layer is None or not names.aliases:
-            return None
-
-        def locate(number: int) -> str:
-            return names.locate(names.layer.format(i=number) + name)
-
-        sharing = [
-            module
-            for module in self.modules.values()
-            if module.name == name
-            and module.layer is not None
-            and locate(module.layer) == locate(layer)
-        ]
-        if len(sharing) != 1:
-            return None
-        path = re.sub(rf"\b{sharing[0].layer}\b", str(layer), sharing[0].path, count=1)
-        return sharing[0] if self.config.targets(path, layer) else None
-
     def _list_exact_names(self) -> set[tuple[int | None, str]]:
         """Return the layers and names of all modules that the checkpoint's names stand for."""
         names = set()
@@ -287,76 +200,6 @@ class AdapterConversion:
             stored = translate_names(target.stored, self.reader.names, self.names)
             names |= {(layer_of(target.prefix), name) for name in self._names(target, stored)}
         return names
-
-    def _find_in_other_folder(self, layer: int | None, name: str) -> AdapterModule | None:
-        """Return the only module of a layer with that last part, where folders have other names.
-
-        Some models have been renamed since their checkpoints were published.
-        """
-        last = name.rpartition(".")[2]
-        candidates = [
-            module
-            for module in self.modules.values()
-            if module.layer == layer
-            and module.name.rpartition(".")[2] == last
-            and (layer, module.name) not in self.exact_names
-            and not EXPERT_MODULE.fullmatch(module.name)
-        ]
-        if layer is None or len(candidates) != 1 or candidates[0].path in self.used:
-            return None
-        self.used.add(candidates[0].path)
-        return candidates[0]
-
-    def _check_all_used(self) -> None:
-        """Refuse modules that the model has no place for."""
-        for module in self.modules.values():
-            if module.path in self.used or self._belongs_elsewhere(module):
-                continue
-            kinds = set(module.tensors)
-            if kinds <= {"weight", "bias"}:
-                reason = (
-                    f"it replaces {module.path}; of the modules outside of LoRA only the "
-                    "embedding, the head and biases of linear layers can be replaced. Train "
-                    "without it in modules_to_save, and with bias 'none'"
-                )
-            elif self._is_low_rank_part(module):
-                reason = (
-                    f"it changes {module.path}, a low-rank part of the base model, which adapters "
-                    "cannot change here; train without it in target_modules"
-                )
-            else:
-                reason = (
-                    f"it changes {module.path}, which this model does not have"
-                    f"{self._describe_base()}; load it into a server of its base model"
-                )
-            raise refuse(self.path, reason)
-
-    def _is_low_rank_part(self, module: AdapterModule) -> bool:
-        """Whether the base model adds this module to another one (see TensorNames)."""
-        places = [
-            place
-            for begin, places in self.names.aliases.items()
-            if begin.endswith((".low_rank_down", ".low_rank_up"))
-            for place in places
-        ]
-        return any(place.endswith(module.name) for place in places)
-
-    def _belongs_elsewhere(self, module: AdapterModule) -> bool:
-        """Whether another pipeline stage has the module, or the part that is not served."""
-        if module.layer is not None:
-            own = {layer_of(target.prefix) for target in self.reader.memory.targets}
-            return module.layer < self.reader.num_layers and module.layer not in own
-        names = self.names
-        outer = (names.embed, names.head, *names.extra.values())
-        if module.name in {name.rpartition(".")[2] for name in outer}:
-            return True
-        tensor = f"{module.path}.weight"
-        return any(fnmatch(tensor, f"*{pattern}") for pattern in names.vision)
-
-    def _describe_base(self) -> str:
-        """Name the base model of the adapter, if it states one."""
-        base = self.config.base_model
-        return f" (the adapter is of {base})" if base else ""
 
     # ---- matrices ----
 
@@ -439,8 +282,8 @@ class AdapterConversion:
             raise refuse(
                 self.path,
                 f"{module.path} has {pair.a.shape[1]} inputs and {pair.b.shape[0]} outputs, and "
-                f"this model {inputs} and {outputs}{self._describe_base()}; load it into a server "
-                "of its base model",
+                f"this model {inputs} and {outputs}{self.modules.describe_base()}; load it into a "
+                "server of its base model",
             )
 
     # ---- linear layers ----
@@ -451,13 +294,13 @@ class AdapterConversion:
         """Fill the matrices of one slot: a [1, parts * rank, in], b [1, out, rank], bias [out]."""
         layer = layer_of(target.prefix)
         for stored in self._layouts(target):
-            modules = {name: self._find(layer, name) for name in self._names(target, stored)}
+            modules = {name: self.modules.find(layer, name) for name in self._names(target, stored)}
             if any(module is not None for module in modules.values()):
                 break
         else:
             stored = translate_names(target.stored, self.reader.names, self.names)
             modules = {
-                name: self._find_in_other_folder(layer, name)
+                name: self.modules.find_in_other_folder(layer, name)
                 for name in self._names(target, stored)
             }
         if not any(modules.values()):
@@ -470,7 +313,7 @@ class AdapterConversion:
 
     def _names(self, target: AdapterTarget, stored: Stored) -> tuple[str, ...]:
         """Return the names of the layers of a target; a gate may be one of its own."""
-        names = stored.names if isinstance(stored, SplitTensors) else (name_of(stored),)
+        names = names_of(stored)
         mixer = target.mixer
         if not isinstance(mixer, AttentionSpec) or mixer.gate is None:
             return names
@@ -488,7 +331,7 @@ class AdapterConversion:
         elif target.mixer is None and len(target.parts) == 2:
             others = GATE_UP_LAYOUTS
         yield rename_shared(stored)
-        first = stored.names[0] if isinstance(stored, SplitTensors) else name_of(stored)
+        first = names_of(stored)[0]
         folder = "".join(first.rpartition(".")[:2])
         for other in others:
             yield add_folder(other, folder)
@@ -503,7 +346,7 @@ class AdapterConversion:
         Experts are separate modules, or one module with the matrices of all experts.
         """
         layer = layer_of(target.prefix)
-        modules = [module for module in self.modules.values() if module.layer == layer]
+        modules = self.modules.in_layer(layer)
         stored = translate_names(target.stored, self.reader.names, self.names)
         if self.is_gguf:
             self._convert_gguf_experts(target, stored, a, b)
@@ -522,7 +365,7 @@ class AdapterConversion:
     ) -> None:
         """Fill the matrices of all experts from modules with those of all experts each."""
         layer = layer_of(target.prefix)
-        modules = {name: self._find(layer, name) for name in self._names(target, stored)}
+        modules = {name: self.modules.find(layer, name) for name in self._names(target, stored)}
         stacks = {
             name: None if module is None else self._load_stacked(module, target)
             for name, module in modules.items()
@@ -544,11 +387,11 @@ class AdapterConversion:
         A is [experts * rank, in] and B [out, rank * experts], or both are [experts, ...].
         """
         for module in modules:
-            if module.path in self.used or not STACKED_MODULE.fullmatch(module.name):
+            if module.path in self.modules.used or not STACKED_MODULE.fullmatch(module.name):
                 continue
             pair = self._load_stacked(module, target)
             if pair.a.shape[2] == target.inputs and pair.b.shape[1] == sum(target.parts):
-                self.used.add(module.path)
+                self.modules.used.add(module.path)
                 return pair
         return None
 
@@ -604,7 +447,7 @@ class AdapterConversion:
         is_up = target.stored == self.reader.names.expert_up
         layouts = EXPERT_UP_LAYOUTS if is_up else EXPERT_DOWN_LAYOUTS
         for layout in (stored, *layouts):
-            names = layout.names if isinstance(layout, SplitTensors) else (name_of(layout),)
+            names = names_of(layout)
             by_name = {name: own.get(name.rpartition(".")[2]) for name in names}
             if any(module is not None for module in by_name.values()):
                 break
@@ -614,7 +457,7 @@ class AdapterConversion:
         for name, expert_module in by_name.items():
             pairs[name] = None
             if expert_module is not None:
-                self.used.add(expert_module.path)
+                self.modules.used.add(expert_module.path)
                 pairs[name] = self._load_pair(expert_module)
         ArrangedLayer(self, target, layout, by_name, pairs).write(a, b, None)
 
@@ -623,7 +466,7 @@ class AdapterConversion:
     def _convert_table(self, target: TableTarget) -> torch.Tensor | None:
         """Return this rank's part of a whole table; None if the adapter has none of its own."""
         name = translate_names(target.name, self.reader.names, self.names)
-        module = self._find(None, str(name))
+        module = self.modules.find(None, str(name))
         if module is None:
             return None
         table = self._load(module, "weight")
@@ -811,17 +654,6 @@ class ArrangedLayer:
         return values[:, None]
 
 
-def layer_of(prefix: str) -> int | None:
-    """Return the number of a decoder layer from the prefix of its names."""
-    match = re.search(r"(\d+)\.$", prefix)
-    return int(match[1]) if match else None
-
-
-def name_of(stored: str | FusedTensor) -> str:
-    """Return the name of a layer that is one module."""
-    return stored.name if isinstance(stored, FusedTensor) else stored
-
-
 def rename_shared(stored: Stored) -> Stored:
     """Return the name that a shared expert has in other versions of a model."""
 
@@ -844,29 +676,3 @@ def add_folder(stored: Stored, folder: str) -> Stored:
     if isinstance(stored, FusedTensor):
         return replace(stored, name=folder + stored.name)
     return folder + stored
-
-
-def translate_names(stored: Stored, names: TensorNames, module_names: TensorNames) -> Stored:
-    """Return what `module_names` calls something that `names` calls `stored`."""
-    if names is module_names:
-        return stored
-    for role in (
-        "embed",
-        "head",
-        "attn_qkv",
-        "attn_out",
-        "mlp_up",
-        "mlp_down",
-        "expert_up",
-        "expert_down",
-        "shared_up",
-        "shared_down",
-        "recurrent_in",
-        "recurrent_out",
-    ):
-        if getattr(names, role) == stored and getattr(module_names, role):
-            return getattr(module_names, role)
-    for role, name in names.extra.items():
-        if name == stored and role in module_names.extra:
-            return module_names.extra[role]
-    return stored

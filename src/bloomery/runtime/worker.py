@@ -78,6 +78,7 @@ from bloomery.runtime.step_batch import (
     NUM_PREFILL_SLOTS,
     BatchedRequest,
     StepBatch,
+    StepShape,
     build_host_batch,
 )
 from bloomery.runtime.worker_adapters import WorkerAdapters
@@ -87,10 +88,16 @@ log = logging.getLogger("bloomery.worker")
 # Every eighth shape is tried first, to find the kernels that must be compiled. Neighbouring shapes
 # mostly use the same kernels.
 TRIED_SHAPE_STRIDE = 8
-# Between two captures while requests run, so that steps go on. Chosen: some steps long.
-PAUSE_SECONDS = 0.05
+TRIAL_SECONDS = 0.2  # in which a busy engine runs a step. Chosen
 # Bytes of GPU memory (1.25 GiB) for the driver's part of CUDA graphs and for libraries.
 GRAPH_OVERHEAD_BYTES = 5 << 28
+
+
+class KernelTrial(NamedTuple):
+    """Shapes whose kernels are looked for, one after each step, and those that are missing."""
+
+    shapes: list[StepShape]
+    missing: MissingKernels
 
 
 class Worker:
@@ -121,7 +128,9 @@ class Worker:
         self.adapters: WorkerAdapters | None = None
         if loaded.adapter_reader is not None:
             self.adapters = WorkerAdapters(loaded.adapter_reader, self._prepare_adapter)
-        self.step_lock = threading.Lock()  # whoever queues steps or captures them
+        # Whoever queues a step, or allocates what steps with adapters will read.
+        self.step_lock = threading.Lock()
+        self.kernel_trial: KernelTrial | None = None
         self.start_timer.end("weights")
         self.backend = self._select_attention_backend()
         self.kv_cache_dtype = self._select_kv_cache_dtype()
@@ -471,7 +480,7 @@ class Worker:
                 self.runner.work_runner.forget_outer()
 
     def _prepare_adapter(self, adapter: ConvertedAdapter) -> None:
-        """Prepare for the first adapter with an embedding or a head of its own, between steps.
+        """Prepare for the first adapter with an embedding or a head of its own.
 
         Called on the thread that reads adapters. Steps without such adapters keep their graphs.
         Steps with them launch some kernels for the first time. These are compiled here, because
@@ -485,19 +494,25 @@ class Worker:
             if not memory.allocate_outer(adapter):
                 return
             self.runner.work_runner.forget_outer()
-        shapes = self.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
-        if not shapes:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # of this thread
-        missing: MissingKernels = {}
-        for shape in shapes:
-            with self.step_lock, torch.inference_mode():
-                self.runner.capture(shape, missing)
-            time.sleep(PAUSE_SECONDS)
-        compile_kernels(missing)
+            shapes = self.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
+            trial = KernelTrial(shapes, {})
+            self.kernel_trial = trial
+        while trial.shapes:
+            num_shapes = len(trial.shapes)
+            time.sleep(TRIAL_SECONDS)
+            if len(trial.shapes) == num_shapes:
+                break  # no step has run, so no stream would wait for the compiler either
         with self.step_lock:
+            self.kernel_trial = None
             self.runner.release_incomplete_graphs()
+        if trial.missing:
+            torch.cuda.set_device(self.device)  # of this thread
+            compile_kernels(trial.missing)
+
+    def _try_kernels(self) -> None:
+        """Find the missing kernels of one shape, while the device is busy with a step."""
+        if self.kernel_trial is not None and self.kernel_trial.shapes:
+            self.runner.capture(self.kernel_trial.shapes.pop(), self.kernel_trial.missing)
 
     def _list_step_adapters(self, step: ScheduledStep) -> list[StepAdapter]:
         """Return the adapters of the step's tokens."""
@@ -533,6 +548,7 @@ class Worker:
                 self.meter.end_forward()
         if self.graph_pool is not None:
             self.graph_pool.capture_pending()
+        self._try_kernels()
         return launched
 
     def _run_step(self, step: ScheduledStep, sampled: Sequence[tuple[int, int]]) -> LaunchedStep:
@@ -636,10 +652,9 @@ class Worker:
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in step.masked]
 
         def sample(masks: np.ndarray) -> SamplerOutput | None:
-            with self.step_lock:
-                self.sampler.send_masks(masked_rows, masks)
-                self._sample_apart()
-                return self._read_outputs(order, mixed)
+            self.sampler.send_masks(masked_rows, masks)
+            self._sample_apart()
+            return self._read_outputs(order, mixed)
 
         return LaunchedStep(sequences, None, decode_indices=order.step_indices, sample=sample)
 
@@ -663,12 +678,11 @@ class Worker:
         masked_rows = [self.rows.by_sequence[sequence].index for sequence in masked]
 
         def sample(bits: np.ndarray) -> SamplerOutput:
-            with self.step_lock:
-                self.sampler.upload_new_requests()
-                self.sampler.send_masks(masked_rows, bits)
-                self.sampler.apply_masks(len(masked_rows))
-                self.sampler.mask_upload.mark_taken()
-                return self._sample(requests, logits)
+            self.sampler.upload_new_requests()
+            self.sampler.send_masks(masked_rows, bits)
+            self.sampler.apply_masks(len(masked_rows))
+            self.sampler.mask_upload.mark_taken()
+            return self._sample(requests, logits)
 
         return LaunchedStep(sequences, None, prompt_reports, embeddings, sample=sample)
 

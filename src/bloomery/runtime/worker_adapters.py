@@ -49,7 +49,7 @@ class WorkerAdapters:
         try:
             with short_switch_interval():
                 adapter = self.reader.read(path)
-                self.prepare(adapter)
+            self.prepare(adapter)
         except InvalidRequest:
             raise
         except Exception as error:
