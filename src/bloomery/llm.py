@@ -48,6 +48,7 @@ from bloomery.sampling import (
 from bloomery.text.chat import render_chat
 from bloomery.text.load import load_tokenizer
 from bloomery.text.outputs import CompletionDelta, CompletionState, RequestOutput, RequestState
+from bloomery.text.system_message import count_system_tokens
 from bloomery.text.tokenizer import Tokenizer
 
 log = logging.getLogger("bloomery")
@@ -94,6 +95,7 @@ class RequestBuilder:
             eos_ids=tokenizer.eos_ids if tokenizer else (),
             encode=self._encode_word if tokenizer else None,
             grammar=self._compile_grammar(params.structured_outputs),
+            system_length=prompt.get("system_length", 0) if isinstance(prompt, Mapping) else 0,
             **self._adapter_fields(lora_request),
         )
         return RequestState(request_id, text, params, requests, tokenizer)
@@ -134,7 +136,12 @@ class RequestBuilder:
         tokenizer = self._require_tokenizer()
         text = render_chat(tokenizer, messages, **options)
         token_ids = tokenizer.encode(text, add_special=False)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
+        if any(group.state_blocks for group in self.capacity.cache_groups):
+            prompt["system_length"] = count_system_tokens(
+                tokenizer, text, token_ids, messages, **options
+            )
+        return prompt
 
     def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """Return the text of a prompt, if it has one, and its token ids."""

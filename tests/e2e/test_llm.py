@@ -198,6 +198,42 @@ def test_the_next_turn_of_a_chat_hits_the_prefix_cache(llm: LLM) -> None:
     assert second.num_cached_tokens >= (len(first.prompt_token_ids) + 25) // 16 * 16 - 16
 
 
+def test_chats_with_one_system_message_compute_it_once(tmp_path: Path) -> None:
+    """A model with recurrent states resumes where it ends, also in the batch that is the first."""
+    config = {
+        "model_type": "lfm2",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "full_attn_idxs": [1],
+        "vocab_size": 406,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    shutil.copy(TOKENIZER, tmp_path / "tokenizer.json")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    llm = LLM(
+        str(tmp_path),
+        load_format="dummy",
+        device="cpu",
+        cpu_kernels=False,
+        threads=1,
+        kv_cache_gib=0.01,
+        block_size=4,
+    )
+    try:
+        system = {"role": "system", "content": "Iron and fire and the smith and the water."}
+        chats = [[system, {"role": "user", "content": word}] for word in ("one", "two", "six")]
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        outputs = llm.chat(chats, params, use_tqdm=False)
+    finally:
+        llm.close()
+    assert [output.num_cached_tokens > 8 for output in outputs] == [False, True, True]
+
+
 def test_interleaved_streams_add_up_to_the_outputs_of_generate(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     prompts = [entry["prompt"] for entry in GOLDEN[:2]]

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from itertools import takewhile
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -60,8 +59,6 @@ RESERVED_VARIABLES = frozenset(
 _NINE_CHARACTER_IDS = re.compile(r"length\s*!=\s*9")
 
 Message = Mapping[str, Any]
-SYSTEM_ROLES = ("system", "developer")
-OTHER_MESSAGE: Message = {"role": "user", "content": "?"}
 
 
 def render_chat(
@@ -83,30 +80,6 @@ def render_chat(
     template = select_template(tokenizer.chat_templates, chat_template, bool(options.get("tools")))
     variables = {**tokenizer.special_tokens, **(chat_template_kwargs or {})}
     return render_template(template, messages, variables=variables, **options)
-
-
-def find_system_end(
-    tokenizer: Tokenizer, text: str, messages: Sequence[Message], **options: Any
-) -> int:
-    """Return how many characters of a rendered chat others with the same system message share.
-
-    `text` was rendered from `messages` with these options. To find out, the system message is
-    rendered with another message of a user. 0 if the template refuses that.
-    """
-    shared = [*takewhile(lambda message: message.get("role") in SYSTEM_ROLES, messages)]
-    options |= {"add_generation_prompt": None, "continue_final_message": False}
-    try:
-        other = render_chat(tokenizer, [*shared, OTHER_MESSAGE], **options)
-    except TemplateError:
-        return 0
-    return common_length(text, other)
-
-
-def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """The length of the longest common prefix."""
-    pairs = zip(left, right, strict=False)
-    first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-    return min(len(left), len(right)) if first is None else first
 
 
 def check_template_variables(variables: Mapping[str, Any]) -> None:

@@ -41,7 +41,8 @@ from bloomery.ipc import (
     spawn_child,
 )
 from bloomery.sampling import StructuredOutputs
-from bloomery.text.chat import common_length, find_system_end, render_chat, render_template
+from bloomery.text.chat import render_chat, render_template
+from bloomery.text.system_message import count_system_tokens
 from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
 
 log = logging.getLogger("bloomery.text")
@@ -512,9 +513,7 @@ def run_task(
             ids = tokenizer.encode(text, add_special=False)
             system_length = 0
             if finds_system:
-                end = find_system_end(tokenizer, text, messages, **options)
-                system_ids = tokenizer.encode(text[:end], add_special=False)
-                system_length = common_length(system_ids, ids)
+                system_length = count_system_tokens(tokenizer, text, ids, messages, **options)
             return TaskResult(ids, text, system_length)
         case GrammarTask(options, lark, field) if vocabulary is not None:
             return run_grammar_task(options, lark, vocabulary, field)
