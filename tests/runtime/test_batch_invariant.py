@@ -20,9 +20,15 @@ from gguf import GGMLQuantizationType
 
 from bloomery.cache_groups import count_state_blocks
 from bloomery.engine.loop import EngineLoop
+from bloomery.errors import ConfigError
 from bloomery.executors.select import select_executor
+from bloomery.families import describe_config
 from bloomery.messages import EngineRequest, ResolvedSampling, TokenLogprob, TokenOutput
-from bloomery.runtime.batch_invariant import CPU_TILE_SIZE, BatchInvariantForward
+from bloomery.runtime.batch_invariant import (
+    CPU_TILE_SIZE,
+    BatchInvariantForward,
+    check_deterministic_mode,
+)
 from bloomery.sampling import build_embedding_request
 from tests.parity.cases import ParityCase, make_checkpoint
 from tests.parity.gguf_writer import write_gguf
@@ -237,3 +243,15 @@ def test_tiles_are_full_and_place_invariant(start_engine: StartEngine) -> None:
         logits = model.compute_logits(hidden)
         assert logits.shape == (37, VOCAB)
         assert torch.equal(logits[35:], model.compute_logits(hidden[35:]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recurrent_layers_are_refused_on_gpus(name: str) -> None:
+    """Equal bits of recurrent layers have been shown on CPUs only."""
+    model = describe_config(MODELS[name]().to_dict()).model
+    check_deterministic_mode(model, torch.device("cpu"))
+    if not model.recurrents:
+        check_deterministic_mode(model, torch.device("cuda"))
+        return
+    with pytest.raises(ConfigError, match="without --deterministic, or with --device cpu"):
+        check_deterministic_mode(model, torch.device("cuda"))

@@ -25,14 +25,25 @@ import torch
 import torch.nn.functional as F
 
 from bloomery.attention.base import AttentionMetadata, index_dtype
+from bloomery.errors import ConfigError
 from bloomery.kernels.lora import AdapterBatch
 from bloomery.kernels.state_cache import RecurrentMetadata
 from bloomery.parallel.groups import DeviceMesh
 from bloomery.runtime.runner import ModelForward
+from bloomery.spec import ModelSpec
 
 # Positions. Larger tiles waste arithmetic on few requests, smaller ones re-read the weights.
 CPU_TILE_SIZE = 16
 GPU_TILE_SIZE = 128
+
+
+def check_deterministic_mode(model: ModelSpec, device: torch.device) -> None:
+    """Refuse models of which equal bits have not been shown on this kind of device."""
+    if model.recurrents and device.type == "cuda":
+        raise ConfigError(
+            "deterministic: models with recurrent layers are deterministic on CPUs only; start "
+            "this one without --deterministic, or with --device cpu"
+        )
 
 
 @dataclass(frozen=True)

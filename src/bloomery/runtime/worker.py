@@ -45,7 +45,7 @@ from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import DeviceMesh
 from bloomery.roofline import Roofline, StepAdapter
 from bloomery.runtime.activation_memory import LOGITS_CHUNK, measure_activation_memory
-from bloomery.runtime.batch_invariant import find_batch_invariant_tile
+from bloomery.runtime.batch_invariant import check_deterministic_mode, find_batch_invariant_tile
 from bloomery.runtime.device import check_device
 from bloomery.runtime.kernel_discovery import compile_step_kernels
 from bloomery.runtime.kv_cache import (
@@ -125,6 +125,8 @@ class Worker:
         self.pool = pool or self._start_thread_pool()
         loaded = self._load_model(progress, report)
         self.decoder = loaded.decoder
+        if plan.deterministic:
+            check_deterministic_mode(self.decoder.full_spec, self.device)
         self.adapters: WorkerAdapters | None = None
         if loaded.adapter_reader is not None:
             self.adapters = WorkerAdapters(loaded.adapter_reader, self._prepare_adapter)
