@@ -44,12 +44,16 @@ def token_logprobs(pool: ThreadPool | None) -> torch.Tensor:
     return torch.cat(logits).log_softmax(-1)
 
 
-def test_rounding_activations_to_eight_bits_changes_little(pool: ThreadPool) -> None:
+def test_rounding_activations_changes_little(pool: ThreadPool) -> None:
     """`benchmarks/laptop.py agreement` measures all golden texts; these bounds leave some room."""
     native = token_logprobs(pool)
     reference = token_logprobs(None)
     divergence = (reference.exp() * (reference - native)).sum(-1)
     same_token = native.argmax(-1) == reference.argmax(-1)
+    if pool.largest_activation > 127:  # 15 bits
+        assert same_token.float().mean() > 0.99
+        assert divergence.max() < 1e-3
+        return
     assert same_token.float().mean() > 0.94
     assert divergence.mean() < 0.01 and divergence.max() < 0.5
 

@@ -53,7 +53,7 @@ def test_slices_of_blocks_equal_slices_of_values(pool: ThreadPool, kind: str) ->
         assert torch.equal(packed_values, values)
     x = random_normal(3, 5, 512)
     bias = random_normal(4, len(values))
-    assert_close(weight.linear(x, bias), weight.reference(round_activations(x), bias))
+    assert_close(weight.linear(x, bias), weight.reference(round_activations(x, pool), bias))
 
 
 def test_a_few_unquantized_rows_are_rounded_to_eight_bits(pool: ThreadPool) -> None:

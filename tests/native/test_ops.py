@@ -90,17 +90,17 @@ def build_kv_cache(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return kv_cache
 
 
-def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Activations rounded to eight bits, as the kernels round them."""
+def round_activations(x: torch.Tensor, pool: ThreadPool) -> torch.Tensor:
+    """Activations rounded as the kernels of the pool round them."""
     blocks = x.unflatten(-1, (-1, 32))
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    scale = blocks.abs().amax(-1, keepdim=True) / pool.largest_activation
     return torch.where(scale > 0, (blocks / scale).round() * scale, 0).flatten(-2)
 
 
-def avoid_rounding_ties(x: torch.Tensor) -> torch.Tensor:
+def avoid_rounding_ties(x: torch.Tensor, pool: ThreadPool) -> torch.Tensor:
     """Move values that lie between two codes: compilers differ in how such a value is rounded."""
     blocks = x.unflatten(-1, (-1, 32))
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    scale = blocks.abs().amax(-1, keepdim=True) / pool.largest_activation
     codes = blocks / scale
     is_tie = (codes - codes.floor() - 0.5).abs() < 1e-3
     return torch.where(is_tie, blocks + 0.01 * scale, blocks).flatten(-2)
@@ -119,8 +119,9 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 @FEW_EXAMPLES
 @given(rows=SIZES, width=st.integers(1, 3), tokens=st.integers(1, 9), seed=SEEDS)
 def test_products_of_packed_blocks(
-    pool: ThreadPool, kind: str, rows: int, width: int, tokens: int, seed: int
+    any_pool: ThreadPool, kind: str, rows: int, width: int, tokens: int, seed: int
 ) -> None:
+    pool = any_pool
     columns = block_columns(kind) * width
     raw, values = random_blocks(kind, rows, columns, seed)
     matrix, packed_values = pack_matrix(pool, kind, raw, columns)
@@ -131,9 +132,9 @@ def test_products_of_packed_blocks(
         values = packed_values
     else:
         assert torch.equal(packed_values, values)
-    x = avoid_rounding_ties(random_normal(seed + 1, tokens, columns))
+    x = avoid_rounding_ties(random_normal(seed + 1, tokens, columns), pool)
     y = ops.linear(pool, matrix, x)
-    exact = F.linear(round_activations(x).double(), values.double())
+    exact = F.linear(round_activations(x, pool).double(), values.double())
     tolerance = 1e-4 * float(values.abs().max()) * columns**0.5
     assert torch.allclose(y.double(), exact, rtol=1e-4, atol=tolerance)
     one_by_one = torch.cat([ops.linear(pool, matrix, row[None]) for row in x])
@@ -170,7 +171,7 @@ def test_linear_with_prologue_and_epilogue(
     seed: int,
 ) -> None:
     """The matrix has two types, with a segment for each."""
-    rows = 8 * half
+    rows = pool.panel_rows * half
     first_raw, first_values = random_blocks("Q4_1", rows, columns, seed)
     second_raw, second_values = random_blocks("Q8_0", rows, columns, seed + 1)
     first = ops.pack_segment(pool, "Q4_1", first_raw, columns)
@@ -184,7 +185,7 @@ def test_linear_with_prologue_and_epilogue(
         normed = rms_norm_reference(x, norm_weight, 1e-5)
     else:
         normed = layer_norm_reference(x, norm_weight, norm_bias, 1e-5)
-    y = F.linear(round_activations(normed), torch.cat([first_values, second_values]), bias)
+    y = F.linear(round_activations(normed, pool), torch.cat([first_values, second_values]), bias)
     norm = NormPrologue(kind, norm_weight, norm_bias, 1e-5)
     assert matrix.halves_align
     assert_close(ops.linear(pool, matrix, x, bias, norm), y)

@@ -1,23 +1,24 @@
-// Matrix products: weights of few bits (or float32) times rows of activations of eight bits.
+// Matrix products: weights of few bits (or float32) times rows of activations of 15 or 8 bits.
 //
-// A matrix is stored in panels of eight rows, one block of 32 columns after the other. Inside a
+// A matrix is stored in panels of P = PANEL rows, one block of 32 columns after the other. Inside a
 // block the codes are interleaved: four columns of row 0, the same four of row 1, and so on. One
-// vector instruction then multiplies four columns of eight rows, and each lane sums one row.
-// Activations are rounded to eight bits with one scale per block. Integer sums of a block are
-// exact, and blocks are added in float32 in one order, whatever the number of rows: the result of a
-// row does not depend on the other rows of the batch.
+// vector instruction then multiplies four columns of P rows, and each lane sums one row.
+// Activations are rounded to integers with one scale per block: to 15 bits with AVX-512, where that
+// costs no time, elsewhere to 8. Integer sums of a block are exact, and blocks are added in float32
+// in one order, whatever the number of rows: the result of a row does not depend on the other rows
+// of the batch.
 //
-// A weight is d * code + m. Of each block of eight rows:
-//   codes    4 bits: 128 bytes, byte 32 j + 4 row + i = column 4 j + i, and column 16 + 4 j + i in
-//                    the high half
-//            8 bits: 256 bytes, byte 32 j + 4 row + i = column 4 j + i, signed
-//   scales   SYMMETRIC  d[8] float16; m = -8 d for codes of 4 bits, else 0
-//            AFFINE     d[8], m[8] float16
-//            SUPER      scale[8], minimum[8] unsigned bytes; d = D * scale, m = -M * minimum
-//            HALF_BLOCK scale[2][8] signed bytes, one for 16 columns; d = D * scale
-//   Before each eight blocks of SUPER lie D[8], M[8], of HALF_BLOCK D[8], all float16.
+// A weight is d * code + m. Of each block of a panel:
+//   codes    4 bits: 16 P bytes, byte 4 (P j + row) + i = column 4 j + i, and column 16 + 4 j + i
+//                    in the high half
+//            8 bits: 32 P bytes, byte 4 (P j + row) + i = column 4 j + i, signed
+//   scales   SYMMETRIC  d[P] float16; m = -8 d for codes of 4 bits, else 0
+//            AFFINE     d[P], m[P] float16
+//            SUPER      scale[P], minimum[P] unsigned bytes; d = D * scale, m = -M * minimum
+//            HALF_BLOCK scale[2][P] signed bytes, one for 16 columns; d = D * scale
+//   Before each eight blocks of SUPER lie D[P], M[P], of HALF_BLOCK D[P], all float16.
 //   Q8_EIGHTHS is Q8_HALF_BLOCK with D in eighths, which float16 could not hold without loss.
-#include "native.h"
+#include "panel_dots.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -45,11 +46,12 @@ static inline Scales scales_of(Kind kind) {
 }
 
 static inline long block_bytes(Kind kind) {
-    return bits_of(kind) * 32 + (scales_of(kind) == AFFINE ? 32 : 16);
+    long scales = scales_of(kind) == AFFINE ? 4 : 2;
+    return (bits_of(kind) * 4 + scales) * PANEL;
 }
 static inline long super_bytes(Kind kind) {
-    if (scales_of(kind) == SUPER) return 32;
-    return scales_of(kind) == HALF_BLOCK ? 16 : 0;
+    if (scales_of(kind) == SUPER) return 4 * PANEL;
+    return scales_of(kind) == HALF_BLOCK ? 2 * PANEL : 0;
 }
 
 // The unit of D before eight blocks.
@@ -88,267 +90,151 @@ Matrix *matrix_create(long rows, long columns, int segments, const uint8_t *cons
 void matrix_free(Matrix *m) { free(m); }
 
 // ---- activations -------------------------------------------------------------------------------
-// Activations rounded to int8: values [rows][columns], then scales [rows][blocks], then sums
-// [rows][blocks]. A sum is scale * (sum of the block's values): the factor of the offset m.
+// Activations rounded to integers with one scale per block. The integers have PLANES parts of eight
+// bits: high alone, or 128 * high + low. Of a block are also kept: scale * (sum of its integers),
+// the factor of the offset m; and for each half -128 * (sum of its integers), which kernels add
+// that take codes as unsigned bytes.
 
 typedef struct {
-    const int8_t *values;
-    const float *scales, *sums;
-    long columns, blocks;
+    const int8_t *planes;        // [PLANES][rows][columns], high first
+    const float *scales, *sums;  // [rows][blocks]
+    const int32_t *offsets;      // [rows][blocks][2]
+    long rows, columns, blocks;
 } QuantizedRows;
 
 static size_t quantized_bytes(long rows, long columns) {
-    return rows * (columns + columns / BLOCK * 2 * sizeof(float));
+    long block = PLANES * BLOCK + 2 * sizeof(float) + 2 * sizeof(int32_t);
+    return rows * (columns / BLOCK) * block;
 }
 
 static QuantizedRows quantized_rows_at(const char *space, long rows, long columns) {
     long blocks = columns / BLOCK;
-    const float *scales = (const float *)(space + rows * columns);
-    return (QuantizedRows){(const int8_t *)space, scales, scales + rows * blocks, columns, blocks};
+    const float *scales = (const float *)(space + PLANES * rows * columns);
+    const float *sums = scales + rows * blocks;
+    const int32_t *offsets = (const int32_t *)(sums + rows * blocks);
+    return (QuantizedRows){(const int8_t *)space, scales, sums, offsets, rows, columns, blocks};
+}
+
+static inline const int8_t *plane_of(const QuantizedRows *x, int plane, long row) {
+    return x->planes + (plane * x->rows + row) * x->columns;
 }
 
 static void quantize_row(const float *x, const QuantizedRows *to, long row) {
-    int8_t *values = (int8_t *)to->values + row * to->columns;
-    float *scales = (float *)to->scales + row * to->blocks,
-          *sums = (float *)to->sums + row * to->blocks;
-    const f32x8 magic =
-        broadcast8(12582912.0f);  // 1.5 * 2**23: adding it rounds to the nearest integer
-    for (long b = 0; b < to->blocks; b++, x += BLOCK, values += BLOCK) {
+    const f32x8 magic = broadcast8(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
+    int8_t *high = (int8_t *)plane_of(to, 0, row), *low = (int8_t *)plane_of(to, PLANES - 1, row);
+    float *scales = (float *)to->scales + row * to->blocks;
+    float *sums = (float *)to->sums + row * to->blocks;
+    int32_t *offsets = (int32_t *)to->offsets + 2 * row * to->blocks;
+    for (long b = 0; b < to->blocks; b++, x += BLOCK, high += BLOCK, low += BLOCK) {
         f32x8 v[4], top = broadcast8(0);
         for (int i = 0; i < 4; i++) {
             v[i] = load8(x + 8 * i);
             top = max8(top, abs8(v[i]));
         }
-        float scale = reduce_max8(top) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
-        i32x8 total = {0};
+        float largest = reduce_max8(top), inverse = largest > 0 ? LARGEST_ACTIVATION / largest : 0.0f;
+        i32x8 total[2] = {{0}, {0}};
         for (int i = 0; i < 4; i++) {
-            f32x8 t = v[i] * broadcast8(inverse) + magic;
-            i32x8 q = (i32x8)t - 0x4B400000;
-            total += q;
-            store_signed8(q, values + 8 * i);
+            i32x8 q = (i32x8)(v[i] * broadcast8(inverse) + magic) - 0x4B400000;
+            total[i / 2] += q;
+            i32x8 upper = PLANES == 2 ? (q + 64) >> 7 : q;
+            if (PLANES == 2) store_signed8(q - (upper << 7), low + 8 * i);
+            store_signed8(upper, high + 8 * i);
         }
-        int sum = 0;
-        for (int i = 0; i < 8; i++) sum += total[i];
-        scales[b] = scale;
-        sums[b] = scale * (float)sum;
+        int sum[2] = {0, 0};
+        for (int half = 0; half < 2; half++) {
+            for (int i = 0; i < 8; i++) sum[half] += total[half][i];
+            offsets[2 * b + half] = -128 * sum[half];
+        }
+        scales[b] = largest / LARGEST_ACTIVATION;
+        sums[b] = scales[b] * (float)(sum[0] + sum[1]);
     }
 }
 
 // ---- one panel times up to TILE rows -----------------------------------------------------------
 
 #define TILE 6
+// Processors fetch less far ahead on their own.
+#define PREFETCH_BYTES 4096
 
-#if defined(__AVX2__)
-typedef __m256i Ints;  // eight sums
-
-// Computes the sum now: otherwise compilers delay the additions until registers run out.
-#define force_now(x) __asm__("" : "+x"(x))
-
-static inline Ints broadcast_columns(const int8_t *at) {
-    int32_t x;
-    memcpy(&x, at, 4);
-    return _mm256_set1_epi32(x);
+INLINE void prefetch_codes(const uint8_t *at, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch(at + PREFETCH_BYTES + i);
 }
 
-// Multiplies the 32 columns of a 4-bit block with `count` rows; the codes are unpacked once for all
-// rows. The sums of products stay below 8 * 2 * 15 * 127, so they fit in 16 bits.
-INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
-    const __m256i low = _mm256_set1_epi8(15);
-    for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
-    for (int j = 0; j < 4; j++) {
-        __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * j));
-        __m256i first = _mm256_and_si256(both, low),
-                second = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-        for (int r = 0; r < count; r++) {
-            __m256i a = broadcast_columns(x[r] + 4 * j), b = broadcast_columns(x[r] + 16 + 4 * j);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-            sum[r] = _mm256_dpbusd_epi32(_mm256_dpbusd_epi32(sum[r], first, a), second, b);
-#else
-            __m256i products =
-                _mm256_add_epi16(_mm256_maddubs_epi16(first, a), _mm256_maddubs_epi16(second, b));
-            sum[r] = _mm256_add_epi16(sum[r], products);
-#endif
-            force_now(sum[r]);
-        }
-    }
-#if !(defined(__AVX512VNNI__) && defined(__AVX512VL__))
-    for (int r = 0; r < count; r++) sum[r] = _mm256_madd_epi16(sum[r], _mm256_set1_epi16(1));
-#endif
+// The sums of row r of `count`, from the sums of the planes.
+static inline PanelInts join_planes(const PanelInts *sum, int count, int r) {
+    return PLANES == 2 ? add_ints(times_128(sum[r]), sum[count + r]) : sum[r];
 }
 
-// Multiplies 16 columns of 8 bits with `count` rows. The instruction takes an unsigned first
-// factor, so the signs move to the second.
-INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
-                      Ints *sum) {
-    const __m256i one = _mm256_set1_epi16(1);
-    for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
-    for (int j = 0; j < 4; j++) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(w + 32 * j)), size = _mm256_abs_epi8(a);
-        for (int r = 0; r < count; r++) {
-            __m256i products = _mm256_maddubs_epi16(
-                size, _mm256_sign_epi8(broadcast_columns(x[r] + column + 4 * j), a));
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, one));
-            force_now(sum[r]);
-        }
-    }
-}
-
-static inline f32x8 to_floats(Ints x) { return (f32x8)_mm256_cvtepi32_ps(x); }
-static inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-
-#elif defined(__aarch64__)
-typedef struct {
-    int32x4_t low, high;  // rows 0 .. 3 and 4 .. 7
-} Ints;
-
-// Adds the products of four columns of four rows (16 bytes, row by row) with four columns of x,
-// which `x` repeats for each row.
-static inline int32x4_t dot_columns(int32x4_t sum, int8x16_t w, int8x16_t x) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    return vdotq_s32(sum, w, x);
-#else
-    int16x8_t left = vmull_s8(vget_low_s8(w), vget_low_s8(x)), right = vmull_high_s8(w, x);
-    return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(left), vpaddlq_s16(right)));
-#endif
-}
-
-static inline int8x16_t broadcast_columns(const int8_t *at) {
-    int32_t x;
-    memcpy(&x, at, 4);
-    return vreinterpretq_s8_s32(vdupq_n_s32(x));
-}
-
-INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
-    const uint8x16_t nibble = vdupq_n_u8(15);
-    for (int r = 0; r < count; r++) sum[r] = (Ints){vdupq_n_s32(0), vdupq_n_s32(0)};
-    for (int j = 0; j < 4; j++) {
-        uint8x16_t low = vld1q_u8(w + 32 * j), high = vld1q_u8(w + 32 * j + 16);
-        int8x16_t first_low = vreinterpretq_s8_u8(vandq_u8(low, nibble)),
-                  first_high = vreinterpretq_s8_u8(vandq_u8(high, nibble)),
-                  second_low = vreinterpretq_s8_u8(vshrq_n_u8(low, 4)),
-                  second_high = vreinterpretq_s8_u8(vshrq_n_u8(high, 4));
-        for (int r = 0; r < count; r++) {
-            int8x16_t a = broadcast_columns(x[r] + 4 * j), b = broadcast_columns(x[r] + 16 + 4 * j);
-            sum[r].low = dot_columns(dot_columns(sum[r].low, first_low, a), second_low, b);
-            sum[r].high = dot_columns(dot_columns(sum[r].high, first_high, a), second_high, b);
-        }
-    }
-}
-
-INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
-                      Ints *sum) {
-    for (int r = 0; r < count; r++) sum[r] = (Ints){vdupq_n_s32(0), vdupq_n_s32(0)};
-    for (int j = 0; j < 4; j++) {
-        int8x16_t low = vld1q_s8((const int8_t *)w + 32 * j),
-                  high = vld1q_s8((const int8_t *)w + 32 * j + 16);
-        for (int r = 0; r < count; r++) {
-            int8x16_t a = broadcast_columns(x[r] + column + 4 * j);
-            sum[r].low = dot_columns(sum[r].low, low, a);
-            sum[r].high = dot_columns(sum[r].high, high, a);
-        }
-    }
-}
-
-static inline f32x8 to_floats(Ints x) {
-    return join8(vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high));
-}
-static inline Ints add_ints(Ints a, Ints b) {
-    return (Ints){vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)};
-}
-
-#else  // portable loops, which the compiler vectorizes
-typedef i32x8 Ints;
-
-static inline Ints dot_four(Ints sum, const int8_t *w, const int8_t *x) {
-    for (int row = 0; row < 8; row++)
-        for (int i = 0; i < 4; i++) sum[row] += w[4 * row + i] * x[i];
-    return sum;
-}
-
-INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count, Ints *sum) {
-    for (int r = 0; r < count; r++) sum[r] = (Ints){0};
-    for (int j = 0; j < 4; j++) {
-        int8_t first[32], second[32];
-        for (int i = 0; i < 32; i++) {
-            first[i] = w[32 * j + i] & 15;
-            second[i] = w[32 * j + i] >> 4;
-        }
-        for (int r = 0; r < count; r++)
-            sum[r] = dot_four(dot_four(sum[r], first, x[r] + 4 * j), second, x[r] + 16 + 4 * j);
-    }
-}
-
-INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
-                      Ints *sum) {
-    for (int r = 0; r < count; r++) {
-        sum[r] = (Ints){0};
-        for (int j = 0; j < 4; j++)
-            sum[r] = dot_four(sum[r], (const int8_t *)w + 32 * j, x[r] + column + 4 * j);
-    }
-}
-
-static inline f32x8 to_floats(Ints x) { return __builtin_convertvector(x, f32x8); }
-static inline Ints add_ints(Ints a, Ints b) { return a + b; }
-#endif
-
-// Multiplies one panel with `count` rows. `kind` and `count` are constants at each call, so the
+// Multiplies a panel with `count` rows. `kind` and `count` are constants at each call, so the
 // compiler specialises the loops.
 INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
-                                const int count, f32x8 *out) {
+                                const int count, PanelFloats *out) {
     const Scales scales = scales_of(kind);
-    const long code_bytes = bits_of(kind) * 32, step = block_bytes(kind);
-    const int8_t *q[TILE];
-    f32x8 sum[TILE], super = broadcast8(0), lowest = broadcast8(0);
+    const long code_bytes = bits_of(kind) * 4 * PANEL, step = block_bytes(kind);
+    const int8_t *q[PLANES * TILE];  // the high parts of all rows, then the low parts
+    PanelFloats sum[TILE], super = broadcast_float(0), lowest = broadcast_float(0);
     for (int r = 0; r < count; r++) {
-        q[r] = x->values + (row + r) * x->columns;
-        sum[r] = broadcast8(0);
+        for (int plane = 0; plane < PLANES; plane++)
+            q[plane * count + r] = plane_of(x, plane, row + r);
+        sum[r] = broadcast_float(0);
     }
     const float *scale = x->scales + row * x->blocks, *total = x->sums + row * x->blocks;
-    for (long b = 0; b < x->blocks; b++, w += step) {
-        f32x8 d, m = broadcast8(0), d2 = broadcast8(0);
+    const int32_t *offset = x->offsets + 2 * row * x->blocks;
+    for (long b = 0; b < x->blocks; b++, w += step, offset += 2) {
+        PanelFloats d, m = broadcast_float(0), d2 = broadcast_float(0);
+        if (count <= 2) prefetch_codes(w, step);  // more rows take longer than the memory
         if ((scales == SUPER || scales == HALF_BLOCK) && b % 8 == 0) {
-            super = load_half8(w) * broadcast8(super_unit(kind));
-            if (scales == SUPER) lowest = -load_half8(w + 16);
+            super = load_halfs(w) * broadcast_float(super_unit(kind));
+            if (scales == SUPER) lowest = -load_halfs(w + 2 * PANEL);
             w += super_bytes(kind);
         }
         const uint8_t *s = w + code_bytes;
         if (scales == SYMMETRIC) {
-            d = load_half8(s);
-            m = d * broadcast8(-8);
+            d = load_halfs(s);
+            m = d * broadcast_float(-8);
         } else if (scales == AFFINE) {
-            d = load_half8(s);
-            m = load_half8(s + 16);
+            d = load_halfs(s);
+            m = load_halfs(s + 2 * PANEL);
         } else if (scales == SUPER) {
-            d = super * load_bytes8(s);
-            m = lowest * load_bytes8(s + 8);
+            d = super * load_unsigned(s);
+            m = lowest * load_unsigned(s + PANEL);
         } else {
-            d = super * load_signed8(s);
-            d2 = super * load_signed8(s + 8);
+            d = super * load_signed(s);
+            d2 = super * load_signed(s + PANEL);
         }
-        Ints low[TILE], high[TILE];
+        PanelInts left[PLANES * TILE], right[PLANES * TILE];
         if (bits_of(kind) == 4) {
-            dots_4bit(w, q, count, low);
+            dots_4bit(w, q, PLANES * count, left);
         } else {
-            dots_8bit(w, q, 0, count, low);
-            dots_8bit(w + 128, q, 16, count, high);
+            dots_8bit(w, q, 0, PLANES * count, left);
+            dots_8bit(w, q, 16, PLANES * count, right);
         }
+        for (int r = 0; r < PLANES * count; r++) q[r] += BLOCK;
         for (int r = 0; r < count; r++) {
-            q[r] += BLOCK;
-            f32x8 row_scale = broadcast8(scale[r * x->blocks + b]);
+            const int32_t *at = offset + 2 * r * x->blocks;
+            PanelFloats row_scale = broadcast_float(scale[r * x->blocks + b]);
+            PanelInts first = join_planes(left, count, r);
+            if (bits_of(kind) == 4) {
+                sum[r] += (d * row_scale) * to_floats(first);
+                continue;
+            }
+            PanelInts second = join_planes(right, count, r);
             if (scales == HALF_BLOCK)
-                sum[r] += (d * row_scale) * to_floats(low[r]) +
-                          (d2 * row_scale) * to_floats(high[r]);
-            else if (bits_of(kind) == 4) sum[r] += (d * row_scale) * to_floats(low[r]);
-            else sum[r] += (d * row_scale) * to_floats(add_ints(low[r], high[r]));
+                sum[r] += (d * row_scale) * to_floats(lower_codes(first, at[0])) +
+                          (d2 * row_scale) * to_floats(lower_codes(second, at[1]));
+            else
+                sum[r] += (d * row_scale) *
+                          to_floats(lower_codes(add_ints(first, second), at[0] + at[1]));
         }
         if (scales == AFFINE || scales == SUPER || kind == Q4)
-            for (int r = 0; r < count; r++) sum[r] += m * broadcast8(total[r * x->blocks + b]);
+            for (int r = 0; r < count; r++)
+                sum[r] += m * broadcast_float(total[r * x->blocks + b]);
     }
     for (int r = 0; r < count; r++) out[r] = sum[r];
 }
 
 INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
-                                int count, f32x8 *out) {
+                                int count, PanelFloats *out) {
     switch (count) {
         case 1: multiply_panel_rows(w, kind, x, row, 1, out); break;
         case 2: multiply_panel_rows(w, kind, x, row, 2, out); break;
@@ -360,7 +246,7 @@ INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const Quantiz
 }
 
 static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, long row, int count,
-                           f32x8 *out) {
+                           PanelFloats *out) {
     switch (kind) {
         case Q4: multiply_panel_kind(w, Q4, x, row, count, out); break;
         case Q4_AFFINE: multiply_panel_kind(w, Q4_AFFINE, x, row, count, out); break;
@@ -399,9 +285,9 @@ INLINE void multiply_dense_rows(const float *w, long columns, const int height, 
         }
 }
 
-// Multiplies eight rows of weights (fewer at the end) with up to TILE rows, like multiply_panel.
+// Multiplies a panel of weights (fewer rows at the end) with up to TILE rows, like multiply_panel.
 static void multiply_dense_panel(const float *w, long columns, long height, const float *x,
-                                 int count, f32x8 *out) {
+                                 int count, PanelFloats *out) {
     for (int r = 0; r < count; r += 3) {
         int rows = count - r < 3 ? count - r : 3;
         for (long o = 0; o < height; o += 4) {
@@ -479,7 +365,7 @@ typedef struct {
     const Segment *segment;
     const uint8_t *data;
     long row;     // its first row in the matrix
-    long height;  // its number of rows: 8 except at the end of a segment
+    long height;  // its number of rows: PANEL except at the end of a segment
 } PanelView;
 
 static PanelView panel_at(const Matrix *m, long index) {
@@ -499,7 +385,7 @@ static PanelView panel_at(const Matrix *m, long index) {
 
 // Multiplies a panel with the prepared rows row .. row + count of `rows` in `space`.
 static void multiply_prepared(const PanelView *p, long columns, const char *space, long rows,
-                              long row, int count, f32x8 *out) {
+                              long row, int count, PanelFloats *out) {
     if (p->segment->kind == F32) {
         multiply_dense_panel((const float *)p->data, columns, p->height,
                              (const float *)space + row * columns, count, out);
@@ -510,32 +396,40 @@ static void multiply_prepared(const PanelView *p, long columns, const char *spac
 }
 
 static void multiply(const Linear *a, const PanelView *p, const char *space, long row, int count,
-                     f32x8 *out) {
+                     PanelFloats *out) {
     multiply_prepared(p, a->matrix->columns, space, a->rows, row, count, out);
     if (a->bias) {
-        f32x8 bias = broadcast8(0);
+        PanelFloats bias = broadcast_float(0);
         memcpy(&bias, a->bias + p->row, p->height * sizeof(float));
         for (int r = 0; r < count; r++) out[r] += bias;
     }
 }
 
 static void apply_epilogue(const Linear *a, const PanelView *p, long row, int count,
-                           const f32x8 *y) {
-    for (int r = 0; r < count; r++) {
-        long at = (row + r) * a->matrix->rows + p->row;
-        f32x8 result = y[r];
-        if (a->epilogue == ACTIVATE) result = activate8(result, &a->activation);
-        if (p->height == PANEL) {
-            if (a->epilogue == RESIDUAL)
-                result = load8(a->residual + at) + broadcast8(a->scale) * result;
-            store8(a->out + at, result);
-        } else {
-            for (long i = 0; i < p->height; i++)
+                           const PanelFloats *y) {
+    for (int r = 0; r < count; r++)
+        for (long first = 0; first < p->height; first += LANES) {
+            long at = (row + r) * a->matrix->rows + p->row + first, height = p->height - first;
+            f32x8 result = part_of(&y[r], first);
+            if (a->epilogue == ACTIVATE) result = activate8(result, &a->activation);
+            if (height >= LANES) {
+                if (a->epilogue == RESIDUAL)
+                    result = load8(a->residual + at) + broadcast8(a->scale) * result;
+                store8(a->out + at, result);
+                continue;
+            }
+            for (long i = 0; i < height; i++)
                 a->out[at + i] = a->epilogue == RESIDUAL
                                      ? a->residual[at + i] + a->scale * result[i]
                                      : result[i];
         }
-    }
+}
+
+// Stores activation(gate) * up of whole panels.
+static void store_gated(const PanelFloats *gate, const PanelFloats *up, const Activation *a,
+                        float *out) {
+    for (long i = 0; i < PANEL; i += LANES)
+        store8(out + i, gate8(part_of(gate, i), part_of(up, i), a));
 }
 
 static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
@@ -561,7 +455,7 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
             if (a->epilogue == GATED_ACTIVATE) right = panel_at(m, i + panels);
             for (long row = top; row < bottom; row += TILE) {
                 int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
-                f32x8 y[TILE], z[TILE];
+                PanelFloats y[TILE], z[TILE];
                 multiply(a, &left, space, row, count, y);
                 if (a->epilogue != GATED_ACTIVATE) {
                     apply_epilogue(a, &left, row, count, y);
@@ -569,8 +463,8 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
                 }
                 multiply(a, &right, space, row, count, z);
                 for (int r = 0; r < count; r++)
-                    store8(a->out + (row + r) * width + left.row,
-                           gate8(y[r], z[r], &a->activation));
+                    store_gated(&y[r], &z[r], &a->activation,
+                                a->out + (row + r) * width + left.row);
             }
         }
     }
@@ -644,11 +538,11 @@ static void prepare_experts_kernel(const void *arguments, const ThreadContext *c
 
 // Adds the bias of a panel to its results, after multiplying those by the pairs' input weights.
 static void finish_expert_rows(const ExpertLinear *a, const PanelView *p, long row, int count,
-                               f32x8 *y) {
-    f32x8 bias = broadcast8(0);
-    if (a->bias) bias = load8(a->bias + p->row);
+                               PanelFloats *y) {
+    PanelFloats bias = broadcast_float(0);
+    if (a->bias) memcpy(&bias, a->bias + p->row, sizeof bias);
     for (int r = 0; r < count; r++) {
-        if (a->input_weights) y[r] *= broadcast8(a->input_weights[a->order[row + r]]);
+        if (a->input_weights) y[r] *= broadcast_float(a->input_weights[a->order[row + r]]);
         y[r] += bias;
     }
 }
@@ -671,7 +565,7 @@ static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx
             if (gated) right = panel_at(m, expert * expert_panels + panels + i);
             for (long row = top; row < bottom; row += TILE) {
                 int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
-                f32x8 y[TILE], z[TILE];
+                PanelFloats y[TILE], z[TILE];
                 multiply_prepared(&left, m->columns, ctx->shared, a->pairs, row, count, y);
                 finish_expert_rows(a, &left, row, count, y);
                 if (gated) {
@@ -680,9 +574,15 @@ static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx
                 }
                 for (int r = 0; r < count; r++) {
                     long out_row = is_first_product(a) ? row + r : a->order[row + r];
-                    if (gated) y[r] = gate8(y[r], z[r], &a->activation);
-                    else if (is_first_product(a)) y[r] = activate8(y[r], &a->activation);
-                    store8(a->out + out_row * width + i * PANEL, y[r]);
+                    float *out = a->out + out_row * width + i * PANEL;
+                    if (gated) {
+                        store_gated(&y[r], &z[r], &a->activation, out);
+                        continue;
+                    }
+                    for (long k = 0; k < PANEL; k += LANES) {
+                        f32x8 part = part_of(&y[r], k);
+                        store8(out + k, is_first_product(a) ? activate8(part, &a->activation) : part);
+                    }
                 }
             }
         }
@@ -715,6 +615,12 @@ void native_expert_linear(ThreadPool *pool, const Matrix *matrix, const float *x
 
 // ---- rows of a matrix as float32: an embedding -------------------------------------------------
 
+static inline float half_at(const uint8_t *halfs, int index) {
+    uint16_t half;
+    memcpy(&half, halfs + 2 * index, sizeof half);
+    return from_half(half);
+}
+
 static void dequantize_row(const Matrix *m, long row, float *out) {
     const Segment *s = m->segment;
     while (row >= s->rows) {
@@ -732,25 +638,25 @@ static void dequantize_row(const Matrix *m, long row, float *out) {
     float super = 0, lowest = 0;
     for (long b = 0; b < m->columns / BLOCK; b++, w += block_bytes(kind)) {
         if (super_bytes(kind) && b % 8 == 0) {
-            super = load_half8(w)[lane] * super_unit(kind);
-            if (scales == SUPER) lowest = -load_half8(w + 16)[lane];
+            super = half_at(w, lane) * super_unit(kind);
+            if (scales == SUPER) lowest = -half_at(w + 2 * PANEL, lane);
             w += super_bytes(kind);
         }
-        const uint8_t *at = w + bits_of(kind) * 32;
+        const uint8_t *at = w + bits_of(kind) * 4 * PANEL;
         for (int i = 0; i < BLOCK; i++) {
             float d, minimum = 0;
             if (scales == SUPER) {
                 d = super * at[lane];
-                minimum = lowest * at[8 + lane];
+                minimum = lowest * at[PANEL + lane];
             } else if (scales == HALF_BLOCK) {
-                d = super * (int8_t)at[i / 16 * 8 + lane];
+                d = super * (int8_t)at[i / 16 * PANEL + lane];
             } else {
-                d = load_half8(at)[lane];
-                if (scales == AFFINE) minimum = load_half8(at + 16)[lane];
+                d = half_at(at, lane);
+                if (scales == AFFINE) minimum = half_at(at + 2 * PANEL, lane);
             }
-            int j = i % 16 / 4 * 32 + lane * 4 + i % 4;
+            int j = i % 16 / 4 * 4 * PANEL + lane * 4 + i % 4;
             int q;
-            if (bits_of(kind) == 8) q = (int8_t)w[i / 16 * 128 + j];
+            if (bits_of(kind) == 8) q = (int8_t)w[i / 16 * 16 * PANEL + j];
             else q = i < 16 ? w[j] & 15 : w[j] >> 4;
             if (scales == AFFINE || scales == SUPER) *out++ = d * q + minimum;
             else *out++ = bits_of(kind) == 4 ? d * (q - 8) : d * q;
@@ -782,3 +688,8 @@ void native_gather(ThreadPool *pool, const Matrix *matrix, const int64_t *ids, l
     Gather a = {matrix, ids, count, scale, out};
     issue(pool, gather_kernel, &a, sizeof a, (double)count * matrix->columns);
 }
+
+// ---- what depends on the processor for which this library was compiled -------------------------
+
+int native_panel_rows(void) { return PANEL; }
+int native_largest_activation(void) { return LARGEST_ACTIVATION; }

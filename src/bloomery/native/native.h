@@ -19,7 +19,12 @@
 #endif
 
 #define BLOCK 32  // columns with one scale, in weights and in activations
-#define PANEL 8   // rows of a matrix that are stored interleaved
+// Rows of a matrix that are stored interleaved: as many as sums fit in a register.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define PANEL 16
+#else
+#define PANEL 8
+#endif
 
 // ---- thread pool -------------------------------------------------------------------------------
 // An operation runs on all threads of its pool and begins when the operation before it has ended.

@@ -70,7 +70,6 @@ PACKED_TYPES = {
 }
 ROUNDED_TYPES = frozenset({"Q2_K", "NVFP4"})  # packing rounds their values to eight bits
 FLOAT32 = 16  # Kind in gemm.c
-PANEL_ROWS = 8
 SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}  # ScoreKind in experts.c
 KV_CACHE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # CacheKind in kv_cache.h
 
@@ -92,6 +91,7 @@ class NativeMatrix:
         heights = (ctypes.c_int64 * count)(*(rows for _, rows, _ in segments))
         kinds = (ctypes.c_int64 * count)(*(kind for _, _, kind in segments))
         library = pool.library
+        self.panel_rows = pool.panel_rows
         self.free = library.matrix_free
         self.handle = library.matrix_create(self.rows, columns, count, pointers, heights, kinds)
 
@@ -107,12 +107,12 @@ class NativeMatrix:
     def halves_align(self) -> bool:
         """Whether rows i and i + rows / 2 have the same place in their panels, as a gate needs."""
         half = self.rows // 2
-        if self.rows % 2 or half % PANEL_ROWS:
+        if self.rows % 2 or half % self.panel_rows:
             return False
         first = 0
         for _, rows, _ in self.segments:
             end = first + rows
-            if rows % PANEL_ROWS and end != self.rows:
+            if rows % self.panel_rows and end != self.rows:
                 return False
             if first < half < end and first != half:
                 return False
@@ -121,10 +121,10 @@ class NativeMatrix:
 
     def holds_experts(self, num_experts: int, gated: bool) -> bool:
         """Whether the part of each expert, and its gate, are whole panels."""
-        unit = 2 * PANEL_ROWS if gated else PANEL_ROWS
+        unit = 2 * self.panel_rows if gated else self.panel_rows
         if self.rows % (num_experts * unit):
             return False
-        return all(rows % PANEL_ROWS == 0 for _, rows, _ in self.segments)
+        return all(rows % self.panel_rows == 0 for _, rows, _ in self.segments)
 
     @classmethod
     def from_dense(cls, pool: ThreadPool, weight: torch.Tensor) -> NativeMatrix:

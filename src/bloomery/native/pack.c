@@ -31,20 +31,20 @@ static inline Layout layout_of(Type type) {
 
 static inline int packed_bits(Type type) { return type <= Q4_K ? 4 : 8; }
 
-// The bytes of the scales of eight rows, for 32 columns.
+// The bytes of the scales of a panel, for 32 columns.
 static inline long scale_bytes(Type type) {
-    return layout_of(type) == SCALE_AND_OFFSET ? 32 : 16;
+    return (layout_of(type) == SCALE_AND_OFFSET ? 4 : 2) * PANEL;
 }
 
 // The bytes before each eight blocks of 32 columns.
 static inline long head_bytes(Type type) {
     Layout layout = layout_of(type);
-    if (layout == SUPER_BLOCK) return 32;
-    return layout == HALF_BLOCKS ? 16 : 0;
+    if (layout == SUPER_BLOCK) return 4 * PANEL;
+    return layout == HALF_BLOCKS ? 2 * PANEL : 0;
 }
 
 static inline long packed_panel_bytes(Type type, long columns) {
-    return columns / BLOCK * (packed_bits(type) * 32 + scale_bytes(type)) +
+    return columns / BLOCK * (packed_bits(type) * 4 * PANEL + scale_bytes(type)) +
            columns / 256 * head_bytes(type);
 }
 
@@ -87,12 +87,12 @@ INLINE void pack_scales(const Type type, const uint8_t *b, int sub, int row, uin
             break;
         case SCALE_AND_OFFSET:
             memcpy(to + 2 * row, b, 2);
-            memcpy(to + 16 + 2 * row, b + 2, 2);
+            memcpy(to + 2 * PANEL + 2 * row, b + 2, 2);
             break;
-        case SUPER_BLOCK: scale_and_minimum(b + 4, sub, to + row, to + 8 + row); break;
+        case SUPER_BLOCK: scale_and_minimum(b + 4, sub, to + row, to + PANEL + row); break;
         case HALF_BLOCKS:
             to[row] = (uint8_t)group_factor(type, b, sub, 0);
-            to[8 + row] = (uint8_t)group_factor(type, b, sub, 1);
+            to[PANEL + row] = (uint8_t)group_factor(type, b, sub, 1);
             break;
         case ROUNDED: break;
     }
@@ -120,7 +120,7 @@ INLINE void pack_panel(const Type type, const Pack *a, long p) {
             const uint8_t *block = from + row * a->row_bytes;
             uint16_t scale = block_scale(type, block);
             memcpy(to + 2 * row, &scale, 2);
-            if (layout_of(type) == SUPER_BLOCK) memcpy(to + 16 + 2 * row, block + 2, 2);
+            if (layout_of(type) == SUPER_BLOCK) memcpy(to + 2 * PANEL + 2 * row, block + 2, 2);
         }
         to += head;
         for (int sub = 0; sub < wide / BLOCK; sub++, to += code_bytes * PANEL + scales)

@@ -57,6 +57,8 @@ C_FUNCTIONS: Mapping[str, tuple[str, str | None]] = {
     "native_lora_lookup": ("pplplpplllp", None),
     "native_pair_inputs": ("ppplllpp", None),
     "native_gather": ("ppplfp", None),
+    "native_panel_rows": ("", "i"),
+    "native_largest_activation": ("", "i"),
     "native_norm": ("ppllifpplp", None),
     "native_norm_columns": ("ppllllifpplllpl", None),
     "native_elementwise": ("pippllfifffp", None),
@@ -100,6 +102,10 @@ class ThreadPool:
         self.library = load_library(str(find_library())) if library is None else library
         self.handle: int = self.library.pool_create(num_threads)
         self.num_threads: int = self.library.pool_num_threads(self.handle)
+        # Of matrix products: the rows that weights interleave, and the integer to which the largest
+        # activation of a block is rounded.
+        self.panel_rows: int = self.library.native_panel_rows()
+        self.largest_activation: int = self.library.native_largest_activation()
         self._destroy = weakref.finalize(self, self.library.pool_destroy, self.handle)
         self._destroy.atexit = False  # other threads may still compute while the process exits
         self._weight_memory = torch.empty(0, dtype=torch.uint8)  # the rest of the last chunk

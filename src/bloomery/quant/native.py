@@ -5,8 +5,8 @@ times scale, is rounded to float16: an error below a hundredth of a quantization
 blocks of its own, whose codes become 8-bit integers without rounding. Weights that such blocks
 cannot express (other codebooks, 8-bit floats, act-order) are rounded to eight bits, where the
 largest value of a block is 127 steps. This adds little to the format's own rounding error, and is
-many times faster than dequantizing before every product. The kernels round activations to eight
-bits.
+many times faster than dequantizing before every product. The kernels round activations to 15 bits
+with AVX-512, elsewhere to eight.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIN_NORMAL_HALF = 2.0**-14  # smaller float16 numbers have fewer digits
 class NativeWeight:
     """Weights in the layout of the native kernels.
 
-    Activations are rounded to eight bits, with one scale for each 32.
+    Activations are rounded to 15 bits with AVX-512, elsewhere to eight, with one scale for each 32.
     """
 
     matrix: ops.NativeMatrix
