@@ -79,29 +79,60 @@ static inline f32x8 adjust_scores(const Attention *a, f32x8 score, int head, f32
 
 static const f32x8 STEPS = {0, 1, 2, 3, 4, 5, 6, 7};
 
-// ---- decode: one query -------------------------------------------------------------------------
+// ---- decode: one query, of a few heads that share their keys -----------------------------------
 
-INLINE void compute_scores(const Attention *a, const int64_t *table, long from, long to, int head,
-                           const float *q, long position, float *scores, const int dim,
+#define SHARED_HEADS 4  // that read the keys and values of a sequence together
+
+typedef struct {
+    const Attention *a;
+    const long *indices;  // of the keys that are seen; the last one repeats up to a multiple of 8
+    long count, position, first_position;  // keys; the position of the query, and of the first key
+    int head;                              // the first of the heads
+    const float *q;                        // [heads, dim]
+    float *scores;                         // [heads][stride], later weights
+    long stride;
+} DecodeHeads;
+
+// Writes the cache indices of the keys of positions from .. to.
+static void find_keys(const Attention *a, const int64_t *table, long from, long to, int kv_head,
+                      long *indices) {
+    long count = 0;
+    for (long block = from / a->block_size; block * a->block_size < to; block++) {
+        long first = block * a->block_size, end = first + a->block_size;
+        long slot = table[block] * a->block_size - first;
+        for (long p = first < from ? from : first; p < end && p < to; p++)
+            indices[count++] = cache_index(&a->cache, slot + p, kv_head, false);
+    }
+    for (; count % 8; count++) indices[count] = indices[count - 1];
+}
+
+INLINE void compute_scores(const DecodeHeads *u, const int heads, const int dim,
                            const CacheKind kind) {
-    int kv_head = head / (a->heads / a->kv_heads);
-    for (long p = from; p < to; p += 8) {
-        f32x8 t[8], scale = broadcast8(a->scale);
+    const Attention *a = u->a;
+    for (long p = 0; p < u->count; p += 8) {
+        f32x8 t[SHARED_HEADS][8], scale = broadcast8(a->scale);
         for (int i = 0; i < 8; i++) {
-            long index = index_at(a, table, p + i < to ? p + i : to - 1, kv_head, false);
-            const char *k = a->cache.values + index * element_bytes(kind);
-            f32x8 even = load8(q) * load_cache8(kind, k, 0), odd = broadcast8(0);
-            int d = 8;
+            const char *k = a->cache.values + u->indices[p + i] * element_bytes(kind);
+            f32x8 even[SHARED_HEADS], odd[SHARED_HEADS];
+            for (int h = 0; h < heads; h++) even[h] = odd[h] = broadcast8(0);
+            int d = 0;
             for (; d + 16 <= dim; d += 16) {
-                even += load8(q + d + 8) * load_cache8(kind, k, d + 8);
-                odd += load8(q + d) * load_cache8(kind, k, d);
+                f32x8 left = load_cache8(kind, k, d), right = load_cache8(kind, k, d + 8);
+                for (int h = 0; h < heads; h++) {
+                    even[h] += load8(u->q + h * dim + d) * left;
+                    odd[h] += load8(u->q + h * dim + d + 8) * right;
+                }
             }
-            if (d < dim) odd += load8(q + d) * load_cache8(kind, k, d);
-            t[i] = even + odd;
-            if (kind == CACHE_INT8) scale[i] *= *cache_scale(&a->cache, index);
+            if (d < dim)
+                for (int h = 0; h < heads; h++)
+                    even[h] += load8(u->q + h * dim + d) * load_cache8(kind, k, d);
+            for (int h = 0; h < heads; h++) t[h][i] = even[h] + odd[h];
+            if (kind == CACHE_INT8) scale[i] *= *cache_scale(&a->cache, u->indices[p + i]);
         }
-        f32x8 distance = broadcast8((float)(p - position)) + STEPS;
-        store8(scores + (p - from), adjust_scores(a, reduce_sums8(t) * scale, head, distance));
+        f32x8 distance = broadcast8((float)(u->first_position + p - u->position)) + STEPS;
+        for (int h = 0; h < heads; h++)
+            store8(u->scores + h * u->stride + p,
+                   adjust_scores(a, reduce_sums8(t[h]) * scale, u->head + h, distance));
     }
 }
 
@@ -119,48 +150,94 @@ static float softmax(float *scores, long count, float sink) {
     return reduce_sum8(total) + exp8(broadcast8(sink) - best)[0];
 }
 
-INLINE void mix_values(const Attention *a, const int64_t *table, long from, long to, int kv_head,
-                       const float *weights, float inverse, float *out, int first,
-                       const int vectors, const CacheKind kind) {
-    f32x8 sum[8];
-    for (int v = 0; v < vectors; v++) sum[v] = broadcast8(0);
-    for (long p = from; p < to; p++) {
-        long index = index_at(a, table, p, kv_head, true);
+// Adds up values from dim `first` on, with the weights of each head: out [heads, dim].
+INLINE void mix_values(const DecodeHeads *u, const float *inverse, float *out, int first,
+                       const int heads, const int vectors, const CacheKind kind) {
+    const Attention *a = u->a;
+    f32x8 sum[SHARED_HEADS][8];
+    for (int h = 0; h < heads; h++)
+        for (int v = 0; v < vectors; v++) sum[h][v] = broadcast8(0);
+    for (long p = 0; p < u->count; p++) {
+        long index = u->indices[p] + a->cache.value_offset;
         const char *value = a->cache.values + index * element_bytes(kind);
-        f32x8 weight =
-            broadcast8(kind == CACHE_INT8 ? weights[p - from] * *cache_scale(&a->cache, index)
-                                          : weights[p - from]);
-        for (int v = 0; v < vectors; v++)
-            sum[v] += weight * load_cache8(kind, value, first + 8 * v);
+        float scale = kind == CACHE_INT8 ? *cache_scale(&a->cache, index) : 1.0f;
+        f32x8 values[8];
+        for (int v = 0; v < vectors; v++) values[v] = load_cache8(kind, value, first + 8 * v);
+        for (int h = 0; h < heads; h++) {
+            float weight = u->scores[h * u->stride + p];
+            f32x8 factor = broadcast8(kind == CACHE_INT8 ? weight * scale : weight);
+            for (int v = 0; v < vectors; v++) sum[h][v] += factor * values[v];
+        }
     }
-    for (int v = 0; v < vectors; v++) store8(out + first + 8 * v, sum[v] * broadcast8(inverse));
+    for (int h = 0; h < heads; h++)
+        for (int v = 0; v < vectors; v++)
+            store8(out + h * a->dim + first + 8 * v, sum[h][v] * broadcast8(inverse[h]));
 }
 
-INLINE void attend_decode_kind(const Attention *a, const int64_t *span, int head, char *scratch,
-                               const CacheKind kind) {
-    const int64_t *table = a->block_tables + span[0] * a->width;
-    long position = a->seq_lens ? a->seq_lens[span[0]] - 1 : span[2], to = position + 1;
-    long from = first_visible(a, position);
-    long at = (span[1] * a->heads + head) * a->dim;
-    int kv_head = head / (a->heads / a->kv_heads), d = 0;
-    float *scores = (float *)scratch;
-    if (a->dim == 64)
-        compute_scores(a, table, from, to, head, a->q + at, position, scores, 64, kind);
-    else if (a->dim == 128)
-        compute_scores(a, table, from, to, head, a->q + at, position, scores, 128, kind);
-    else compute_scores(a, table, from, to, head, a->q + at, position, scores, a->dim, kind);
-    float inverse = 1.0f / softmax(scores, to - from, a->sinks ? a->sinks[head] : -INFINITY);
-    for (; d + 64 <= a->dim; d += 64)
-        mix_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 8, kind);
-    for (; d < a->dim; d += 8)
-        mix_values(a, table, from, to, kv_head, scores, inverse, a->out + at, d, 1, kind);
-    if (a->gate) apply_gate(a, span[1], head, a->out + at);
+INLINE void attend_decode_heads(const DecodeHeads *u, float *out, const int heads,
+                                const CacheKind kind) {
+    const Attention *a = u->a;
+    // As many as registers hold sums for: AVX-512 has 32.
+    const int vectors = heads == 1 ? 8 : heads == 2 || PANEL == 16 ? 4 : 2;
+    float inverse[SHARED_HEADS];
+    int d = 0;
+    if (a->dim == 64) compute_scores(u, heads, 64, kind);
+    else if (a->dim == 128) compute_scores(u, heads, 128, kind);
+    else compute_scores(u, heads, a->dim, kind);
+    for (int h = 0; h < heads; h++) {
+        float sink = a->sinks ? a->sinks[u->head + h] : -INFINITY;
+        inverse[h] = 1.0f / softmax(u->scores + h * u->stride, u->count, sink);
+    }
+    for (; d + 8 * vectors <= a->dim; d += 8 * vectors)
+        mix_values(u, inverse, out, d, heads, vectors, kind);
+    for (; d < a->dim; d += 8) mix_values(u, inverse, out, d, heads, 1, kind);
 }
 
-static void attend_decode(const Attention *a, const int64_t *span, int head, char *scratch) {
-    if (a->cache.kind == CACHE_FLOAT) attend_decode_kind(a, span, head, scratch, CACHE_FLOAT);
-    else if (a->cache.kind == CACHE_HALF) attend_decode_kind(a, span, head, scratch, CACHE_HALF);
-    else attend_decode_kind(a, span, head, scratch, CACHE_INT8);
+INLINE void attend_decode_kind(const DecodeHeads *u, float *out, int heads, const CacheKind kind) {
+    switch (heads) {
+        case 1: attend_decode_heads(u, out, 1, kind); break;
+        case 2: attend_decode_heads(u, out, 2, kind); break;
+        case 3: attend_decode_heads(u, out, 3, kind); break;
+        default: attend_decode_heads(u, out, SHARED_HEADS, kind);
+    }
+}
+
+// The most positions that a decode request can see, rounded up as find_keys and softmax need it.
+static inline long most_keys(const Attention *a) { return (a->width * a->block_size + 15) / 8 * 8; }
+
+static size_t decode_bytes(const Attention *a) {
+    return most_keys(a) * (sizeof(long) + SHARED_HEADS * sizeof(float));
+}
+
+static void attend_decode(const Attention *a, const int64_t *span, int kv_head, int head,
+                          int heads, char *scratch) {
+    long position = a->seq_lens ? a->seq_lens[span[0]] - 1 : span[2];
+    long from = first_visible(a, position), at = (span[1] * a->heads + head) * a->dim;
+    long *indices = (long *)scratch;
+    find_keys(a, a->block_tables + span[0] * a->width, from, position + 1, kv_head, indices);
+    DecodeHeads u = {.a = a,
+                     .indices = indices,
+                     .count = position + 1 - from,
+                     .position = position,
+                     .first_position = from,
+                     .head = head,
+                     .q = a->q + at,
+                     .scores = (float *)(indices + most_keys(a)),
+                     .stride = most_keys(a)};
+    float *out = a->out + at;
+    if (a->cache.kind == CACHE_FLOAT) attend_decode_kind(&u, out, heads, CACHE_FLOAT);
+    else if (a->cache.kind == CACHE_HALF) attend_decode_kind(&u, out, heads, CACHE_HALF);
+    else attend_decode_kind(&u, out, heads, CACHE_INT8);
+    if (a->gate)
+        for (int h = 0; h < heads; h++) apply_gate(a, span[1], head + h, out + h * a->dim);
+}
+
+// Into how many parts the heads of a key are divided: few, so that they share what they read, but
+// enough for all threads.
+static long parts_of_group(const Attention *a, int num_threads) {
+    long group = a->heads / a->kv_heads, parts = (group + SHARED_HEADS - 1) / SHARED_HEADS;
+    while (parts < group && a->num_decodes * a->kv_heads * parts < 2 * num_threads) parts++;
+    return parts;
 }
 
 // ---- prefill: a tile of queries ----------------------------------------------------------------
@@ -333,14 +410,18 @@ static void attend_tile(const Attention *a, const int64_t *span, int kv_head, ch
 
 static void attention_kernel(const void *arguments, const ThreadContext *ctx) {
     const Attention *a = arguments;
-    long decodes = a->num_decodes * a->heads, total = decodes + a->num_tiles * a->kv_heads, first,
-         end;
+    long group = a->heads / a->kv_heads, parts = parts_of_group(a, ctx->num_threads);
+    long decodes = a->num_decodes * a->kv_heads * parts, first, end;
+    long total = decodes + a->num_tiles * a->kv_heads;
     // A tile costs as much as many decodes. The last tiles run first: they have the most keys.
     while (next_chunk(ctx, total, a->num_tiles ? 1 : chunk_size(ctx, total, 4), &first, &end))
         for (long i = first; i < end; i++) {
             long j = total - 1 - i;
             if (j < decodes) {
-                attend_decode(a, a->spans + j / a->heads * 4, (int)(j % a->heads), ctx->scratch);
+                long part = j % parts, kv_head = j / parts % a->kv_heads;
+                long head = part * group / parts, heads = (part + 1) * group / parts - head;
+                attend_decode(a, a->spans + j / (parts * a->kv_heads) * 4, (int)kv_head,
+                              (int)(kv_head * group + head), (int)heads, ctx->scratch);
                 continue;
             }
             long tile = a->num_decodes + (j - decodes) / a->kv_heads;
@@ -377,8 +458,7 @@ void native_attention(ThreadPool *pool, const float *q, void *cache, long value_
                    .softplus_gate = softplus_gate,
                    .scale = scale,
                    .softcap = softcap};
-    size_t scores = (width * block_size + 16) * sizeof(float),
-           tile = tile_bytes(largest_tile * (heads / kv_heads), dim);
-    reserve_scratch(pool, scores > tile ? scores : tile);
+    size_t decode = decode_bytes(&a), tile = tile_bytes(largest_tile * (heads / kv_heads), dim);
+    reserve_scratch(pool, decode > tile ? decode : tile);
     issue(pool, attention_kernel, &a, sizeof a, work);
 }
