@@ -140,13 +140,11 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
             if (PLANES == 2) store_signed8(q - (upper << 7), low + 8 * i);
             store_signed8(upper, high + 8 * i);
         }
-        int sum[2] = {0, 0};
-        for (int half = 0; half < 2; half++) {
-            for (int i = 0; i < 8; i++) sum[half] += total[half][i];
-            offsets[2 * b + half] = -128 * sum[half];
-        }
+        int32_t first = reduce_ints8(total[0]), second = reduce_ints8(total[1]);
+        offsets[2 * b] = -128 * first;
+        offsets[2 * b + 1] = -128 * second;
         scales[b] = largest / LARGEST_ACTIVATION;
-        sums[b] = scales[b] * (float)(sum[0] + sum[1]);
+        sums[b] = scales[b] * (float)(first + second);
     }
 }
 
@@ -327,7 +325,8 @@ typedef struct {
 } Linear;
 
 #define ROW_CHUNK 96  // rows of activations that stay in the cache of a core while panels are read
-// Up to this many values, every thread prepares the activations for itself, without a barrier.
+// Up to this many values, and always for one row, every thread prepares the activations for itself,
+// without a barrier.
 #define MAX_REDUNDANT_VALUES 4096
 
 static void prepare_row(const Linear *a, const char *space, long row, float *normed) {
@@ -432,32 +431,41 @@ static void store_gated(const PanelFloats *gate, const PanelFloats *up, const Ac
         store8(out + i, gate8(part_of(gate, i), part_of(up, i), a));
 }
 
+// Requests the beginning of the panel that a thread multiplies next.
+static void prefetch_panel(const Matrix *m, long index) {
+    const char *data = (const char *)panel_at(m, index).data;
+    for (long i = 0; i < PREFETCH_BYTES; i += 64) __builtin_prefetch(data + i);
+}
+
 static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
     const Linear *a = arguments;
     const Matrix *m = a->matrix;
     const char *space = ctx->shared;
+    bool gated = a->epilogue == GATED_ACTIVATE;
+    long panels = gated ? m->panels / 2 : m->panels, width = m->rows / 2;
+    long row_chunks = (a->rows + ROW_CHUNK - 1) / ROW_CHUNK, units = panels * row_chunks;
+    long first, end, next_first, next_end;
+    bool more = next_shrinking_chunk(ctx, units, &first, &end);
+    if (more) prefetch_panel(m, first % panels);
     if (!a->prepared) {
         space = ctx->scratch;
         for (long row = 0; row < a->rows; row++)
             prepare_row(a, space, row,
                         (float *)(ctx->scratch + (prepared_bytes(a) + 63) / 64 * 64));
     }
-    long panels = a->epilogue == GATED_ACTIVATE ? m->panels / 2 : m->panels, width = m->rows / 2;
-    long chunks = (a->rows + ROW_CHUNK - 1) / ROW_CHUNK, first, end;
-    long step = chunk_size(ctx, panels, chunks > 1 ? 2 : 6);
-    long pieces = (panels + step - 1) / step;
-    while (next_chunk(ctx, pieces * chunks, 1, &first, &end)) {
-        long from = first % pieces * step, to = from + step < panels ? from + step : panels;
-        long top = first / pieces * ROW_CHUNK,
-             bottom = top + ROW_CHUNK < a->rows ? top + ROW_CHUNK : a->rows;
-        for (long i = from; i < to; i++) {
-            PanelView left = panel_at(m, i), right;
-            if (a->epilogue == GATED_ACTIVATE) right = panel_at(m, i + panels);
+    for (; more; first = next_first, end = next_end) {
+        more = next_shrinking_chunk(ctx, units, &next_first, &next_end);
+        for (long unit = first; unit < end; unit++) {
+            long i = unit % panels, top = unit / panels * ROW_CHUNK;
+            long bottom = top + ROW_CHUNK < a->rows ? top + ROW_CHUNK : a->rows;
+            PanelView left = panel_at(m, i), right = left;
+            if (gated) right = panel_at(m, i + panels);
+            if (more && unit == end - 1) prefetch_panel(m, next_first % panels);
             for (long row = top; row < bottom; row += TILE) {
                 int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
                 PanelFloats y[TILE], z[TILE];
                 multiply(a, &left, space, row, count, y);
-                if (a->epilogue != GATED_ACTIVATE) {
+                if (!gated) {
                     apply_epilogue(a, &left, row, count, y);
                     continue;
                 }
@@ -488,7 +496,7 @@ void native_linear(ThreadPool *pool, const Matrix *matrix, const float *x, long 
                 {activation, {param0, param1, param2}},
                 false};
     double work = (double)rows * matrix->columns, product = work * matrix->rows / 32;
-    a.prepared = pool_num_threads(pool) > 1 && work > MAX_REDUNDANT_VALUES;
+    a.prepared = pool_num_threads(pool) > 1 && rows > 1 && work > MAX_REDUNDANT_VALUES;
     size_t normed_bytes = matrix->columns * sizeof(float) + 64;
     if (a.prepared) {
         reserve_shared(pool, prepared_bytes(&a));

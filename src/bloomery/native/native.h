@@ -72,6 +72,21 @@ static inline long chunk_size(const ThreadContext *ctx, long total, int rounds) 
     return chunk < 1 ? 1 : chunk;
 }
 
+// The same with chunks that become smaller towards the end: threads go through long stretches of
+// memory, and end together.
+static inline bool next_shrinking_chunk(const ThreadContext *ctx, long total, long *first,
+                                        long *end) {
+    long chunk = atomic_fetch_add_explicit(ctx->cursor, 1, memory_order_relaxed), size;
+    *first = *end = 0;
+    for (long i = 0; i <= chunk && *end < total; i++) {
+        size = (total - *end) / (2L * ctx->num_threads);
+        *first = *end;
+        *end += size > 1 ? size : 1;
+        if (i == chunk) return true;
+    }
+    return false;
+}
+
 // ---- norms, on their own and as the prologue of a linear layer ---------------------------------
 
 typedef struct {

@@ -34,9 +34,15 @@ static inline float reduce_sum8(f32x8 x) {
 }
 
 static inline float reduce_max8(f32x8 x) {
-    float best = x[0];
-    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
-    return best;
+    x = max8(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = max8(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+    return x[0] > x[1] ? x[0] : x[1];
+}
+
+static inline int32_t reduce_ints8(i32x8 x) {
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+    return x[0] + x[1];
 }
 
 static inline f32x8 clamp8(f32x8 x, float low, float high) {
