@@ -131,6 +131,15 @@ def test_an_unknown_adapter_is_answered_with_the_names(lora_server: HttpTestServ
         assert "'speaker', 'smith', 'poet'" in error["message"]
 
 
+def test_a_name_with_many_prefixes_is_answered_like_any_unknown_one(
+    lora_server: HttpTestServer,
+) -> None:
+    for num_prefixes in (2, 30, 5000):
+        response = complete(lora_server, "speaker:" * num_prefixes + "miner")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
 def test_a_bad_adapter_fails_only_its_own_requests(lora_server: HttpTestServer) -> None:
     response = lora_server.post("/v1/completions", {"prompt": "iron", "model": "broken"})
     assert response.status_code == 400

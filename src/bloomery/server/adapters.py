@@ -64,6 +64,8 @@ class ServedAdapters:
         self.settings = settings
         self.base_names = base_names
         self.has_keys = has_keys
+        # Of an adapter, with the name of the base model and a colon before it.
+        self.max_name_characters = max(map(len, base_names)) + 1 + MAX_NAME_CHARACTERS
         self.catalog = AdapterCatalog()
         self.infos: dict[str, AdapterInfo] = {}  # by name, of those that were loaded once
         self.loading: set[str] = set()  # names that clients are loading
@@ -100,12 +102,16 @@ class ServedAdapters:
         """
         if not self.settings.enabled:
             return None
+        if len(name) > self.max_name_characters:
+            return None
+        while name not in self.catalog.adapters:
+            model, colon, adapter_name = name.partition(":")
+            if not colon or model not in self.base_names:
+                break
+            name = adapter_name
         known = self.catalog.adapters.get(name)
         if known is not None:
             return known
-        model, colon, adapter_name = name.partition(":")
-        if colon and model in self.base_names:
-            return await self.find(adapter_name)
         is_possible = name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
         if not self.settings.allow_list or not is_possible:
             return None
