@@ -272,6 +272,28 @@ def test_adapters_in_an_allowed_folder_need_no_loading(
         assert complete(fresh_server, name).status_code == 404, name
 
 
+def test_unknown_names_do_not_read_the_allowed_folders_every_time(
+    fresh_server: HttpTestServer, monkeypatch: pytest.MonkeyPatch, allowed_folder: Path
+) -> None:
+    list_names = AdapterAllowList.list_names
+    num_listings = 0
+
+    def count_listings(allow_list: AdapterAllowList) -> list[str]:
+        nonlocal num_listings
+        num_listings += 1
+        return list_names(allow_list)
+
+    monkeypatch.setattr(AdapterAllowList, "list_names", count_listings)
+    monkeypatch.setattr("bloomery.server.adapters.LISTING_SECONDS", 0.0)
+    assert "'monk'" in complete(fresh_server, "miner").text
+    write_adapter(allowed_folder, "nun")
+    assert "'nun'" in complete(fresh_server, "miner").text
+    monkeypatch.setattr("bloomery.server.adapters.LISTING_SECONDS", 3600.0)
+    for _ in range(10):
+        assert "'nun'" in complete(fresh_server, "miner").text
+    assert num_listings == 3
+
+
 def test_loading_needs_an_api_key_and_lora(
     serve: Callable[..., HttpTestServer], allowed_folder: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from bloomery.server.errors import HttpError
 log = logging.getLogger("bloomery.server")
 
 MAX_NAMES_IN_ERRORS = 10
+LISTING_SECONDS = 2.0  # that a list of the adapters in allowed folders is used
 READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
 LOAD_SECONDS = 300.0  # that a client waits for an adapter at most; a download does not count
 LORA_REMEDY = "start the server with --enable-lora, --lora-modules NAME=PATH or --lora-allow FOLDER"
@@ -70,6 +72,8 @@ class ServedAdapters:
         self.infos: dict[str, AdapterInfo] = {}  # by name, of those that were loaded once
         self.loading: set[str] = set()  # names that clients are loading
         self.searches: dict[str, asyncio.Task[NamedAdapter | None]] = {}  # by name
+        self.listing: asyncio.Task[list[str]] | None = None  # of the allowed folders
+        self.listing_expiry = 0.0
         for module in settings.modules:
             self.catalog.put(self.catalog.create(module.name, module.path, module.source))
             metrics.add_loaded(module.name)
@@ -82,11 +86,22 @@ class ServedAdapters:
         """The names of all adapters, those in allowed folders included."""
         names = list(self.catalog.adapters)
         if self.settings.allow_list:
-            allowed_names = await asyncio.to_thread(self._list_allowed_names)
+            allowed_names = await self._list_allowed_names()
             names += [name for name in allowed_names if name not in self.catalog.adapters]
         return names
 
-    def _list_allowed_names(self) -> list[str]:
+    async def _list_allowed_names(self) -> list[str]:
+        """The names of the adapters in allowed folders, read from disk every few seconds at most.
+
+        Requests with unknown names need them for their error message.
+        """
+        now = time.monotonic()
+        if self.listing is None or (self.listing.done() and now >= self.listing_expiry):
+            self.listing = asyncio.create_task(asyncio.to_thread(self._read_allowed_names))
+            self.listing_expiry = now + LISTING_SECONDS
+        return await asyncio.shield(self.listing)
+
+    def _read_allowed_names(self) -> list[str]:
         try:
             return self.settings.allow_list.list_names()
         except OSError as error:
