@@ -17,6 +17,8 @@ from bloomery.errors import ConfigError, ModelNotFound
 ADAPTER_CONFIG = "adapter_config.json"
 # A revision or a file that began with / or had .. in it could lead out of the Hub's cache.
 ADAPTER_HUB_ID = re.compile(r"(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(@\w[\w./-]*)?(:\w[\w./ -]*)?")
+# Revisions that may come from a pull request: its name, and the (short) hash of a commit.
+FOREIGN_REVISION = re.compile(r"@(refs/.*|pr/.*|[0-9a-fA-F]{7,})")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
 
@@ -80,7 +82,8 @@ class AdapterAllowList:
     """Which adapters clients may name: those in some folders, and those of some Hub ids.
 
     An entry is a folder if it begins with /, ~ or a dot, or if it exists. Any other entry is a
-    pattern of Hub ids, such as org/* or org/name.
+    pattern of Hub ids, such as org/* or org/name. It permits their branches and tags. Pull requests
+    and commits are permitted by patterns with a revision, such as org/name@refs/pr/3.
     """
 
     def __init__(self, entries: Iterable[str] = ()):
@@ -144,7 +147,29 @@ class AdapterAllowList:
         )
 
     def _matches_hub_id(self, name: str) -> bool:
+        """Whether a pattern permits a Hub id.
+
+        Raises ModelNotFound where the repository is permitted, but not the revision.
+        """
         hub_id = ADAPTER_HUB_ID.fullmatch(name)
-        return hub_id is not None and any(
-            fnmatchcase(hub_id[1], pattern) for pattern in self.hub_patterns
+        if hub_id is None:
+            return False
+        repository, revision, _ = hub_id.groups(default="")
+        if self._matches_pattern(repository + revision):
+            return True
+        if not self._matches_pattern(repository):
+            return False
+        if FOREIGN_REVISION.fullmatch(revision):
+            raise ModelNotFound(
+                f"{name}: everybody can open a pull request, so pull requests and commits must be "
+                "allowed one by one; name a branch or a tag, or start the server with --lora-allow "
+                f"{repository}{revision}"
+            )
+        return True
+
+    def _matches_pattern(self, text: str) -> bool:
+        """Whether a pattern has the same parts as the text and matches it."""
+        return any(
+            ("@" in pattern) == ("@" in text) and fnmatchcase(text, pattern)
+            for pattern in self.hub_patterns
         )
