@@ -115,6 +115,8 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
     assert not AdapterAllowList()
     with pytest.raises(ConfigError, match="there is no folder"):
         AdapterAllowList([str(tmp_path / "missing")])
+    with pytest.raises(ConfigError, match="lora_allow: .* no such user"):
+        AdapterAllowList(["~no-such-user/adapters"])
 
 
 PULL_REQUESTS = ("refs/pr/3", "pr/3", "0123abc", "c" * 40)

@@ -12,6 +12,7 @@ import pytest
 
 from bloomery.artifacts.locate_adapter import AdapterAllowList
 from bloomery.engine.adapter_catalog import NamedAdapter
+from bloomery.errors import CheckpointError
 from bloomery.server.adapters import AdapterSettings
 from bloomery.server.service import ServerSettings
 from bloomery.text.tokenizer import Tokenizer
@@ -245,6 +246,7 @@ def test_adapters_that_cannot_be_used_are_refused(
         (allowed_folder / "missing", 400, "--lora-allow"),
         (allowed_folder / ("x" * 5000), 400, "File name too long"),
         ("~no-such-user/x", 404, "no such user"),
+        ("~\0/x", 404, "no such user"),
         ("  ", 400, "lora_path is empty"),
         (bad, 400, "rank 99 is too large"),
     ):
@@ -258,6 +260,22 @@ def test_adapters_that_cannot_be_used_are_refused(
         body = {"lora_name": name, "lora_path": str(bad)}
         response = fresh_server.post("/v1/load_lora_adapter", body)
         assert response.json()["error"]["param"] == "lora_name"
+
+
+def test_an_adapter_that_the_server_may_not_read_is_refused(
+    fresh_server: HttpTestServer, monkeypatch: pytest.MonkeyPatch, allowed_folder: Path
+) -> None:
+    def refuse(path: Path) -> None:
+        raise CheckpointError(f"{path}: cannot be read (Permission denied); check its permissions")
+
+    monkeypatch.setattr("bloomery.artifacts.locate_adapter.check_readable", refuse)
+    path = str(allowed_folder / "monk")
+    response = fresh_server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "lora_path" and "check its permissions" in error["message"]
+    response = complete(fresh_server, "monk")
+    assert response.status_code == 404 and path not in response.text
 
 
 def test_adapters_in_an_allowed_folder_need_no_loading(

@@ -54,7 +54,7 @@ def expand_home(source: str) -> Path:
     """Replace a ~ at the beginning by the home folder it stands for."""
     try:
         return Path(source).expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: the name of the user has a null character
         raise ModelNotFound(f"{source}: there is no such user; give the whole path") from None
 
 
@@ -90,7 +90,10 @@ class AdapterAllowList:
         self.folders: list[Path] = []
         self.hub_patterns: list[str] = []
         for entry in entries:
-            path = Path(entry).expanduser()
+            try:
+                path = expand_home(entry)
+            except ModelNotFound as error:
+                raise ConfigError(f"lora_allow: {error}") from None
             if path.is_dir():
                 self.folders.append(path.resolve())
             elif entry[0] in "/~.":

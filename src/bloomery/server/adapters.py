@@ -23,7 +23,7 @@ from bloomery.engine.adapter_catalog import (
     adapter_name_of,
     check_adapter_name,
 )
-from bloomery.errors import BloomeryError, InvalidRequest, ModelNotFound
+from bloomery.errors import BloomeryError, CheckpointError, InvalidRequest, ModelNotFound
 from bloomery.messages import AdapterInfo
 from bloomery.server.adapter_metrics import AdapterMetrics
 from bloomery.server.backend import InferenceBackend
@@ -147,7 +147,7 @@ class ServedAdapters:
             path = await asyncio.to_thread(locate_adapter, source)
         except ModelNotFound as error:
             raise HttpError(404, str(error), "model_not_found") from None
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             log.warning("the adapter %r cannot be looked for: %s", name, error)
             return None
         adapter = self.catalog.create(name, str(path), source)
@@ -259,6 +259,8 @@ class ServedAdapters:
             return locate_adapter(source)
         except ModelNotFound as error:
             raise HttpError(404, str(error), "adapter_not_found", param="lora_path") from None
+        except CheckpointError as error:
+            raise InvalidRequest(str(error), "lora_path") from None
         except OSError as error:
             raise InvalidRequest(
                 f"lora_path cannot be used ({error.strerror}); check the path", "lora_path"
