@@ -161,6 +161,30 @@ def test_an_expression_stands_for_modules_as_in_peft(reader: AdapterReader, tmp_
     assert b[0, :32, :4].eq(16 / 4).all()
 
 
+def test_links_out_of_an_allowed_folder_are_refused_at_every_read(
+    reader: AdapterReader, tmp_path: Path
+) -> None:
+    outside = write(tmp_path / "outside", make_tensors())
+    (tmp_path / "allowed").mkdir()
+    folder = write(tmp_path / "allowed" / "adapter", make_tensors())
+    allowed_folders = [str(tmp_path / "allowed")]
+    reader.read(str(folder), allowed_folders)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).rename(folder / "kept")
+        (folder / name).symlink_to(outside / name)
+        with pytest.raises(InvalidRequest, match="a link there leads out"):
+            reader.read(str(folder), allowed_folders)
+        reader.read(str(folder))  # in no allowed folder: the operator has named it
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / "kept")  # inside
+        reader.read(str(folder), allowed_folders)
+        (folder / "kept").rename(folder / name)
+    folder.rename(tmp_path / "allowed" / "moved")
+    folder.symlink_to(outside)
+    with pytest.raises(InvalidRequest, match="a link there leads out"):
+        reader.read(str(folder), allowed_folders)
+
+
 def test_other_files_are_refused(reader: AdapterReader, tmp_path: Path) -> None:
     folder = write(tmp_path / "adapter", make_tensors())
     weights = folder / "adapter_model.safetensors"

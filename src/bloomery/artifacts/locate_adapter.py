@@ -7,7 +7,7 @@ GGUF files are downloaded. What is in the files is checked when they are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -56,6 +56,22 @@ def expand_home(source: str) -> Path:
         return Path(source).expanduser()
     except (RuntimeError, ValueError):  # ValueError: the name of the user has a null character
         raise ModelNotFound(f"{source}: there is no such user; give the whole path") from None
+
+
+def is_inside(path: Path, folders: Sequence[Path]) -> bool:
+    """Whether a path and the files of an adapter there are below one of the folders.
+
+    Where they are links, what these lead to counts. The folders are resolved.
+    """
+    try:
+        location = path.resolve()
+        files = [location, *((location / name).resolve() for name in ADAPTER_FILES)]
+    except RuntimeError:  # a link leads to itself
+        return False
+    return any(
+        location != folder and all(file.is_relative_to(folder) for file in files)
+        for folder in folders
+    )
 
 
 def _download_adapter(repository: str, revision: str | None, file: str) -> Path:
@@ -113,7 +129,7 @@ class AdapterAllowList:
         is_plain = str(relative) == name and not relative.is_absolute()
         for folder in self.folders if is_plain and ".." not in relative.parts else ():
             path = folder / name
-            if not self._contains(path):
+            if not is_inside(path, self.folders):
                 continue
             if (path / ADAPTER_CONFIG).is_file() or (path.suffix == ".gguf" and path.is_file()):
                 return str(path.resolve())
@@ -122,7 +138,7 @@ class AdapterAllowList:
     def allows(self, source: str) -> bool:
         """Whether an adapter may be loaded from a path or a Hub id."""
         path = expand_home(source)
-        return self._contains(path) if path.exists() else self._matches_hub_id(source)
+        return is_inside(path, self.folders) if path.exists() else self._matches_hub_id(source)
 
     def list_names(self) -> list[str]:
         """The names of all adapters at the top of the folders."""
@@ -131,22 +147,7 @@ class AdapterAllowList:
             for folder in self.folders
             for path in folder.iterdir()
             if (path / ADAPTER_CONFIG).is_file() or path.suffix == ".gguf"
-            if self._contains(path)
-        )
-
-    def _contains(self, path: Path) -> bool:
-        """Whether a path and the files of an adapter there are below one of the folders.
-
-        Where they are links, what these lead to counts.
-        """
-        try:
-            location = path.resolve()
-            files = [location, *((location / name).resolve() for name in ADAPTER_FILES)]
-        except RuntimeError:  # a link leads to itself
-            return False
-        return any(
-            location != folder and all(file.is_relative_to(folder) for file in files)
-            for folder in self.folders
+            if is_inside(path, self.folders)
         )
 
     def _matches_hub_id(self, name: str) -> bool:

@@ -7,13 +7,14 @@ support is refused, with the file and the remedy, and never ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.artifacts import gguf
 from bloomery.artifacts.files import parse_strict_json
+from bloomery.artifacts.locate_adapter import is_inside
 from bloomery.artifacts.module_patterns import PatternMatcher, find_pattern_error
 from bloomery.errors import InvalidRequest
 
@@ -91,12 +92,21 @@ def module_has_parameter(module: str, parameters: frozenset[str]) -> bool:
     return any(not owner or f".{module}".endswith(f".{owner}") for owner in owners)
 
 
-def check_adapter_files(path: str) -> Path:
+def check_adapter_files(path: str, allowed_folders: Sequence[str] = ()) -> Path:
     """Return the adapter's folder or GGUF file; pickle files and other folders are refused.
 
-    artifacts/locate_adapter.py has found it. Its files may have changed since.
+    artifacts/locate_adapter.py has found it. Its files may have changed since. So links out of the
+    allowed folders are looked for again. Adapters that are in none of them are not checked: the
+    operator has named them.
     """
     location = Path(path).expanduser()
+    is_restricted = any(location.is_relative_to(folder) for folder in allowed_folders)
+    folders = [Path(folder).resolve() for folder in allowed_folders]
+    if is_restricted and not is_inside(location, folders):
+        raise refuse(
+            location,
+            "a link there leads out of the folders of --lora-allow; replace it by the files",
+        )
     if location.suffix == ".gguf" and location.is_file():
         return location
     if location.suffix in (".bin", ".pt", ".pth") or location.is_file():
