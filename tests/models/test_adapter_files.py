@@ -83,7 +83,12 @@ WRONG_CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern 'q_proj' must be a whole number"),
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern 'q_proj' must be a positive number"),
     ({"alpha_pattern": {"(" * 5000: 2}}, "longer than 2000 characters"),
-    ({"target_modules": "(" * 1500 + ")" * 1500}, "not a regular expression"),
+    ({"rank_pattern": {"(?i)q_proj": 4}}, "write flags as (?i:...)"),
+    ({"rank_pattern": {"a)|(b": 4}}, "rank_pattern: 'a)|(b' is not a regular expression"),
+    ({"rank_pattern": {f"m{n}": 4 for n in range(2001)}}, "more than 2000 patterns"),
+    ({"rank_pattern": {f"{n:0>1999}": 4 for n in range(101)}}, "200000 characters"),
+    ({"target_parameters": ["m.p"] * 2001}, "more than 2000 names"),
+    ({"target_modules": "(" * 900 + ")" * 900}, "not a regular expression: maximum recursion"),
     # Python's own matching would take longer than the age of the universe.
     ({"target_modules": "(.*)*" * 9 + "x"}, "takes too long to match"),
     ({"rank_pattern": {"(a|a)*(.*)*(.*)*(.*)*b": 4}}, "takes too long to match"),
