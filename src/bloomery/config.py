@@ -734,6 +734,7 @@ class EnginePlan:
     max_loras: int = 8  # device slots
     max_lora_rank: int = 16
     max_cpu_loras: int = DEFAULT_MAX_CPU_LORAS
+    lora_folders: tuple[str, ...] = ()  # adapters below them have no links out of them
 
 
 def resolve_plan(

@@ -135,11 +135,11 @@ class RequestBuilder:
         """Render messages with the model's chat template."""
         tokenizer = self._require_tokenizer()
         text = render_chat(tokenizer, messages, **options)
-        token_ids = tokenizer.encode(text, add_special=False)
-        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": token_ids}
+        encoding = tokenizer.encode_text(text, add_special=False)
+        prompt: dict[str, Any] = {"prompt": text, "prompt_token_ids": encoding.ids}
         if any(group.state_blocks for group in self.capacity.cache_groups):
             prompt["system_length"] = count_system_tokens(
-                tokenizer, text, token_ids, messages, **options
+                tokenizer, text, encoding, messages, **options
             )
         return prompt
 

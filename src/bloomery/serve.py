@@ -108,6 +108,9 @@ class ServerStart:
     def plan(self) -> AnyEngineClient:
         """Locate the model, download it if need be, and create the client of its engine."""
         plan, artifact = build_engine_plan(self.config)
+        # The engine looks for links out of these folders whenever it reads an adapter.
+        folders = build_allow_list(self.server_config).folders
+        plan = replace(plan, lora_folders=tuple(map(str, folders)))
         self.artifact = artifact
         self.engine_plan = plan
         log_plan(plan, artifact.origin)
@@ -188,10 +191,14 @@ def build_adapter_settings(
     return AdapterSettings(
         enabled=plan.enable_lora,
         modules=tuple(modules),
-        allow_list=AdapterAllowList(server_config.split_list(server_config.lora_allow)),
+        allow_list=build_allow_list(server_config),
         max_loras=plan.max_loras,
         max_cpu_loras=plan.max_cpu_loras,
     )
+
+
+def build_allow_list(server_config: ServerConfig) -> AdapterAllowList:
+    return AdapterAllowList(server_config.split_list(server_config.lora_allow))
 
 
 def check_response_format(path: str) -> None:

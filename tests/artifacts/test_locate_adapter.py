@@ -115,6 +115,33 @@ def test_only_allowed_folders_and_repositories_have_adapters(tmp_path: Path) -> 
     assert not AdapterAllowList()
     with pytest.raises(ConfigError, match="there is no folder"):
         AdapterAllowList([str(tmp_path / "missing")])
+    with pytest.raises(ConfigError, match="lora_allow: .* no such user"):
+        AdapterAllowList(["~no-such-user/adapters"])
+
+
+PULL_REQUESTS = ("refs/pr/3", "pr/3", "0123abc", "c" * 40)
+
+
+@pytest.mark.parametrize("revision", PULL_REQUESTS)
+@pytest.mark.parametrize("file", ["", ":poet.gguf"])
+def test_pull_requests_are_not_adapters_of_the_organization(revision: str, file: str) -> None:
+    name = f"org/any@{revision}{file}"
+    allow_list = AdapterAllowList(["org/*"])
+    for find in (allow_list.find_source, allow_list.allows):
+        with pytest.raises(ModelNotFound, match=f"--lora-allow org/any@{revision}$"):
+            find(name)
+    assert not AdapterAllowList(["other/*"]).allows(name)
+    for pattern in (f"org/any@{revision}", "org/*@*"):
+        allow_list = AdapterAllowList([pattern])
+        assert allow_list.find_source(name) == name and allow_list.allows(name)
+        assert not allow_list.allows("org/any")
+    assert not AdapterAllowList(["org/any@v1"]).allows(name)
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "2024", "refs2", "deadbeef-v1"])
+def test_branches_and_tags_are_adapters_of_the_organization(revision: str) -> None:
+    name = f"org/any@{revision}"
+    assert AdapterAllowList(["org/*"]).find_source(name) == name
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from bloomery.artifacts.module_patterns import NAME, PatternMatcher
+from bloomery.artifacts.module_patterns import MAX_PATTERNS, NAME, PatternMatcher
 from bloomery.errors import InvalidRequest
 
 ORIGIN = Path("adapter_config.json")
@@ -37,6 +38,38 @@ def test_a_pattern_means_what_it_means_in_peft(pattern: str) -> None:
             expected = re.fullmatch(rf"(.*\.)?({pattern})", path)
             assert matcher.is_end(pattern, path) == bool(expected)
         assert (matcher.process is None) == bool(NAME.fullmatch(pattern))
+
+
+def test_flags_are_possible_where_peft_takes_them() -> None:
+    with PatternMatcher(ORIGIN) as matcher:
+        matcher.check("target_modules", "(?i)Q_PROJ", is_end=False)
+        assert matcher.is_path("(?i)Q_PROJ", "q_proj")
+        with pytest.raises(re.error) as error:
+            re.match(r"(.*\.)?((?i)Q_PROJ)$", "q_proj")  # as in PEFT
+        with pytest.raises(InvalidRequest, match=str(error.value)):
+            matcher.check("rank_pattern", "(?i)Q_PROJ", is_end=True)
+        matcher.check("rank_pattern", "(?i:Q_PROJ)", is_end=True)
+        assert matcher.is_end("(?i:Q_PROJ)", "layers.q_proj")
+
+
+def test_names_need_no_other_process() -> None:
+    with PatternMatcher(ORIGIN) as matcher:
+        for number in range(MAX_PATTERNS):
+            matcher.check("rank_pattern", f"layers.{number}.q_proj", is_end=True)
+        assert matcher.process is None
+        with pytest.raises(InvalidRequest, match=f"more than {MAX_PATTERNS} patterns"):
+            matcher.check("alpha_pattern", "q_proj", is_end=True)
+
+
+def test_expressions_are_not_compiled_in_this_process() -> None:
+    begin = time.thread_time()
+    with PatternMatcher(ORIGIN) as matcher:
+        with pytest.raises(InvalidRequest, match="takes too long"):
+            for number in range(20):  # half a second each
+                slow = f"(?i:{number}" + "[a-\U0010fffe]" * 130 + ")"
+                matcher.check("rank_pattern", slow, is_end=True)
+        assert matcher.num_patterns < 20
+    assert time.thread_time() - begin < 1
 
 
 def test_an_expression_that_never_ends_is_refused() -> None:

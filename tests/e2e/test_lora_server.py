@@ -72,12 +72,15 @@ class LoraServer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoraServer]:
-    folder = tmp_path_factory.mktemp("lora")
+    base = tmp_path_factory.mktemp("lora")
+    folder = base / "allowed" / "team"
+    folder.mkdir(parents=True)
     port = free_port()
     command = [sys.executable, "-m", "bloomery", "serve", "--port", str(port), "--api-key", "key"]
-    log_file = folder / "log"
+    command += [*OPTIONS, *LORA_OPTIONS, "--lora-allow", str(folder.parent)]
+    log_file = base / "log"
     with log_file.open("wb") as log:
-        process = subprocess.Popen([*command, *OPTIONS, *LORA_OPTIONS], stderr=log)
+        process = subprocess.Popen(command, stderr=log)
     try:
         headers = {"authorization": "Bearer key"}
         url = f"http://127.0.0.1:{port}"
@@ -145,6 +148,26 @@ def test_files_may_change_and_vanish_under_running_answers(server: LoraServer) -
     for name in ("miner", *others):
         assert server.unload(name).status_code == 200
     assert server.unload("miner").status_code == 404
+
+
+def test_a_link_that_came_later_does_not_lead_out_of_the_allowed_folder(
+    server: LoraServer,
+) -> None:
+    path = server.write("weaver", seed=7)
+    assert server.complete("team/weaver", 1).status_code == 200
+    secret = server.folder.parent.parent / "secret"
+    weights = path / "adapter_model.safetensors"
+    weights.rename(secret)
+    weights.symlink_to(secret)
+    others = [f"other{number}" for number in range(3)]
+    for number, name in enumerate(others):  # they take all places in host memory
+        assert server.load(name, server.write(name, seed=3 + number)).status_code == 200
+        assert server.complete(name, 1).status_code == 200
+    refusal = server.complete("team/weaver", 1)
+    assert refusal.status_code == 400
+    assert "a link there leads out of the folders of --lora-allow" in refusal.text
+    for name in others:
+        assert server.unload(name).status_code == 200
 
 
 def test_an_unloaded_adapter_serves_its_answers_to_their_end(server: LoraServer) -> None:

@@ -13,7 +13,12 @@ from bloomery.engine.block_pool import BlockPool
 from bloomery.engine.loop import EngineLoop
 from bloomery.engine.scheduler import Scheduler
 from bloomery.errors import InvalidRequest
-from bloomery.messages import AdapterRefusal, EngineRequest, ResolvedSampling, TokenOutput
+from bloomery.messages import (
+    AdapterRefusal,
+    EngineRequest,
+    ResolvedSampling,
+    TokenOutput,
+)
 from tests.engine.fake_executor import (
     BAD_ADAPTER,
     FakeExecutor,
@@ -144,6 +149,17 @@ def test_adapters_can_be_read_before_a_request_needs_them() -> None:
     assert len(fake_executor_of(loop).host_adapters) <= 3
     loop.load_adapter("d", "d")
     assert [answer.name for answer in loop.take_adapter_answers()] == ["d"]
+
+
+def test_an_error_that_quotes_a_long_value_is_shortened() -> None:
+    loop = build_loop()
+    loop.load_adapter("x", f"adapter{'y' * 100_000}{BAD_ADAPTER}")
+    run(loop)
+    (answer,) = loop.take_adapter_answers()
+    assert isinstance(answer, AdapterRefusal)
+    assert answer.error.startswith("cannot use the LoRA adapter 'x': adapteryyy")
+    assert answer.error.endswith("rank 99 is too large")
+    assert len(answer.error) < 10_000
 
 
 def test_files_that_have_changed_get_no_prefix_hit_of_the_old_ones() -> None:

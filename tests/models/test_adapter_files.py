@@ -83,7 +83,12 @@ WRONG_CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"rank_pattern": {"q_proj": 0.5}}, "rank_pattern 'q_proj' must be a whole number"),
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern 'q_proj' must be a positive number"),
     ({"alpha_pattern": {"(" * 5000: 2}}, "longer than 2000 characters"),
-    ({"target_modules": "(" * 1500 + ")" * 1500}, "not a regular expression"),
+    ({"rank_pattern": {"(?i)q_proj": 4}}, "write flags as (?i:...)"),
+    ({"rank_pattern": {"a)|(b": 4}}, "rank_pattern: 'a)|(b' is not a regular expression"),
+    ({"rank_pattern": {f"m{n}": 4 for n in range(2001)}}, "more than 2000 patterns"),
+    ({"rank_pattern": {f"{n:0>1999}": 4 for n in range(101)}}, "200000 characters"),
+    ({"target_parameters": ["m.p"] * 2001}, "more than 2000 names"),
+    ({"target_modules": "(" * 900 + ")" * 900}, "not a regular expression: maximum recursion"),
     # Python's own matching would take longer than the age of the universe.
     ({"target_modules": "(.*)*" * 9 + "x"}, "takes too long to match"),
     ({"rank_pattern": {"(a|a)*(.*)*(.*)*(.*)*b": 4}}, "takes too long to match"),
@@ -159,6 +164,30 @@ def test_an_expression_stands_for_modules_as_in_peft(reader: AdapterReader, tmp_
     )
     _, b, _ = reader.memory.layers.split(reader.read(str(folder)).values)[0]
     assert b[0, :32, :4].eq(16 / 4).all()
+
+
+def test_links_out_of_an_allowed_folder_are_refused_at_every_read(
+    reader: AdapterReader, tmp_path: Path
+) -> None:
+    outside = write(tmp_path / "outside", make_tensors())
+    (tmp_path / "allowed").mkdir()
+    folder = write(tmp_path / "allowed" / "adapter", make_tensors())
+    allowed_folders = [str(tmp_path / "allowed")]
+    reader.read(str(folder), allowed_folders)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).rename(folder / "kept")
+        (folder / name).symlink_to(outside / name)
+        with pytest.raises(InvalidRequest, match="a link there leads out"):
+            reader.read(str(folder), allowed_folders)
+        reader.read(str(folder))  # in no allowed folder: the operator has named it
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / "kept")  # inside
+        reader.read(str(folder), allowed_folders)
+        (folder / "kept").rename(folder / name)
+    folder.rename(tmp_path / "allowed" / "moved")
+    folder.symlink_to(outside)
+    with pytest.raises(InvalidRequest, match="a link there leads out"):
+        reader.read(str(folder), allowed_folders)
 
 
 def test_other_files_are_refused(reader: AdapterReader, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from bloomery.artifacts.locate_adapter import AdapterAllowList
 from bloomery.engine.adapter_catalog import NamedAdapter
+from bloomery.errors import CheckpointError
 from bloomery.server.adapters import AdapterSettings
 from bloomery.server.service import ServerSettings
 from bloomery.text.tokenizer import Tokenizer
@@ -131,6 +132,15 @@ def test_an_unknown_adapter_is_answered_with_the_names(lora_server: HttpTestServ
         assert "'speaker', 'smith', 'poet'" in error["message"]
 
 
+def test_a_name_with_many_prefixes_is_answered_like_any_unknown_one(
+    lora_server: HttpTestServer,
+) -> None:
+    for num_prefixes in (2, 30, 5000):
+        response = complete(lora_server, "speaker:" * num_prefixes + "miner")
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+
+
 def test_a_bad_adapter_fails_only_its_own_requests(lora_server: HttpTestServer) -> None:
     response = lora_server.post("/v1/completions", {"prompt": "iron", "model": "broken"})
     assert response.status_code == 400
@@ -236,6 +246,7 @@ def test_adapters_that_cannot_be_used_are_refused(
         (allowed_folder / "missing", 400, "--lora-allow"),
         (allowed_folder / ("x" * 5000), 400, "File name too long"),
         ("~no-such-user/x", 404, "no such user"),
+        ("~\0/x", 404, "no such user"),
         ("  ", 400, "lora_path is empty"),
         (bad, 400, "rank 99 is too large"),
     ):
@@ -251,6 +262,22 @@ def test_adapters_that_cannot_be_used_are_refused(
         assert response.json()["error"]["param"] == "lora_name"
 
 
+def test_an_adapter_that_the_server_may_not_read_is_refused(
+    fresh_server: HttpTestServer, monkeypatch: pytest.MonkeyPatch, allowed_folder: Path
+) -> None:
+    def refuse(path: Path) -> None:
+        raise CheckpointError(f"{path}: cannot be read (Permission denied); check its permissions")
+
+    monkeypatch.setattr("bloomery.artifacts.locate_adapter.check_readable", refuse)
+    path = str(allowed_folder / "monk")
+    response = fresh_server.post("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": path})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "lora_path" and "check its permissions" in error["message"]
+    response = complete(fresh_server, "monk")
+    assert response.status_code == 404 and path not in response.text
+
+
 def test_adapters_in_an_allowed_folder_need_no_loading(
     fresh_server: HttpTestServer, tmp_path: Path
 ) -> None:
@@ -261,6 +288,28 @@ def test_adapters_in_an_allowed_folder_need_no_loading(
     assert fresh_server.backend.received[-1].lora == "monk"
     for name in ("../outside", str(tmp_path / "outside"), ".", "monk/../../outside"):
         assert complete(fresh_server, name).status_code == 404, name
+
+
+def test_unknown_names_do_not_read_the_allowed_folders_every_time(
+    fresh_server: HttpTestServer, monkeypatch: pytest.MonkeyPatch, allowed_folder: Path
+) -> None:
+    list_names = AdapterAllowList.list_names
+    num_listings = 0
+
+    def count_listings(allow_list: AdapterAllowList) -> list[str]:
+        nonlocal num_listings
+        num_listings += 1
+        return list_names(allow_list)
+
+    monkeypatch.setattr(AdapterAllowList, "list_names", count_listings)
+    monkeypatch.setattr("bloomery.server.adapters.LISTING_SECONDS", 0.0)
+    assert "'monk'" in complete(fresh_server, "miner").text
+    write_adapter(allowed_folder, "nun")
+    assert "'nun'" in complete(fresh_server, "miner").text
+    monkeypatch.setattr("bloomery.server.adapters.LISTING_SECONDS", 3600.0)
+    for _ in range(10):
+        assert "'nun'" in complete(fresh_server, "miner").text
+    assert num_listings == 3
 
 
 def test_loading_needs_an_api_key_and_lora(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from bloomery.errors import InvalidRequest, TemplateError
 from bloomery.sampling import StructuredOutputs
 from bloomery.text.chat import render_chat
 from bloomery.text.tokenizer import EncodedToken, Tokenizer, TokenizerConfig
-from bloomery.text.tokenizer_pool import TokenizerPool
+from bloomery.text.tokenizer_pool import MAX_RENDER_SECONDS, TokenizerPool
 from tests.server.scripted_engine import CHAT_TEMPLATE, load_test_tokenizer
 
 HELLO = [{"role": "user", "content": "Iron, fire and 火🔥"}]
@@ -96,6 +97,26 @@ def test_a_task_over_its_limit_is_ended(template: str, limits: dict[str, int]) -
                 await pool.render_chat(HELLO, {}, 10_000_000)
             expected = load_test_tokenizer().encode("a b")
             assert await pool.encode("a b", True) == expected, "another worker takes over"
+
+    asyncio.run(main())
+
+
+def test_a_chat_within_its_limit_does_not_fail_for_the_sake_of_a_hint() -> None:
+    """The search for the end of the system message renders again, which takes the same time."""
+    slow = "{% for a in range(4000) %}{% for b in range(5000) %}{% endfor %}{% endfor %}"
+    template = slow + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = tokenizer_with_template(template)
+    messages = [{"role": "system", "content": "Answer in iambs."}, *HELLO]
+    render_chat(tokenizer, HELLO)  # compiles the template
+    begin = time.process_time()
+    render_chat(tokenizer, messages)
+    seconds = time.process_time() - begin
+    assert seconds > MAX_RENDER_SECONDS
+
+    async def main() -> None:
+        async with tokenizer_pool(template, template_seconds=1.7 * seconds) as pool:
+            chat = await pool.render_chat(messages, {}, 10_000, finds_system=True)
+            assert chat.ids == tokenizer.encode(chat.text, add_special=False)
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@ GGUF files are downloaded. What is in the files is checked when they are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
@@ -17,6 +17,8 @@ from bloomery.errors import ConfigError, ModelNotFound
 ADAPTER_CONFIG = "adapter_config.json"
 # A revision or a file that began with / or had .. in it could lead out of the Hub's cache.
 ADAPTER_HUB_ID = re.compile(r"(?!.*\.\.)(\w[\w.-]*/\w[\w.-]*)(@\w[\w./-]*)?(:\w[\w./ -]*)?")
+# Revisions that may come from a pull request: its name, and the (short) hash of a commit.
+FOREIGN_REVISION = re.compile(r"@(refs/.*|pr/.*|[0-9a-fA-F]{7,})")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 DOWNLOADED_FILES = (ADAPTER_CONFIG, "adapter_model*.safetensors")
 
@@ -52,8 +54,24 @@ def expand_home(source: str) -> Path:
     """Replace a ~ at the beginning by the home folder it stands for."""
     try:
         return Path(source).expanduser()
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: the name of the user has a null character
         raise ModelNotFound(f"{source}: there is no such user; give the whole path") from None
+
+
+def is_inside(path: Path, folders: Sequence[Path]) -> bool:
+    """Whether a path and the files of an adapter there are below one of the folders.
+
+    Where they are links, what these lead to counts. The folders are resolved.
+    """
+    try:
+        location = path.resolve()
+        files = [location, *((location / name).resolve() for name in ADAPTER_FILES)]
+    except RuntimeError:  # a link leads to itself
+        return False
+    return any(
+        location != folder and all(file.is_relative_to(folder) for file in files)
+        for folder in folders
+    )
 
 
 def _download_adapter(repository: str, revision: str | None, file: str) -> Path:
@@ -80,14 +98,18 @@ class AdapterAllowList:
     """Which adapters clients may name: those in some folders, and those of some Hub ids.
 
     An entry is a folder if it begins with /, ~ or a dot, or if it exists. Any other entry is a
-    pattern of Hub ids, such as org/* or org/name.
+    pattern of Hub ids, such as org/* or org/name. It permits their branches and tags. Pull requests
+    and commits are permitted by patterns with a revision, such as org/name@refs/pr/3.
     """
 
     def __init__(self, entries: Iterable[str] = ()):
         self.folders: list[Path] = []
         self.hub_patterns: list[str] = []
         for entry in entries:
-            path = Path(entry).expanduser()
+            try:
+                path = expand_home(entry)
+            except ModelNotFound as error:
+                raise ConfigError(f"lora_allow: {error}") from None
             if path.is_dir():
                 self.folders.append(path.resolve())
             elif entry[0] in "/~.":
@@ -107,7 +129,7 @@ class AdapterAllowList:
         is_plain = str(relative) == name and not relative.is_absolute()
         for folder in self.folders if is_plain and ".." not in relative.parts else ():
             path = folder / name
-            if not self._contains(path):
+            if not is_inside(path, self.folders):
                 continue
             if (path / ADAPTER_CONFIG).is_file() or (path.suffix == ".gguf" and path.is_file()):
                 return str(path.resolve())
@@ -116,7 +138,7 @@ class AdapterAllowList:
     def allows(self, source: str) -> bool:
         """Whether an adapter may be loaded from a path or a Hub id."""
         path = expand_home(source)
-        return self._contains(path) if path.exists() else self._matches_hub_id(source)
+        return is_inside(path, self.folders) if path.exists() else self._matches_hub_id(source)
 
     def list_names(self) -> list[str]:
         """The names of all adapters at the top of the folders."""
@@ -125,26 +147,33 @@ class AdapterAllowList:
             for folder in self.folders
             for path in folder.iterdir()
             if (path / ADAPTER_CONFIG).is_file() or path.suffix == ".gguf"
-            if self._contains(path)
-        )
-
-    def _contains(self, path: Path) -> bool:
-        """Whether a path and the files of an adapter there are below one of the folders.
-
-        Where they are links, what these lead to counts.
-        """
-        try:
-            location = path.resolve()
-            files = [location, *((location / name).resolve() for name in ADAPTER_FILES)]
-        except RuntimeError:  # a link leads to itself
-            return False
-        return any(
-            location != folder and all(file.is_relative_to(folder) for file in files)
-            for folder in self.folders
+            if is_inside(path, self.folders)
         )
 
     def _matches_hub_id(self, name: str) -> bool:
+        """Whether a pattern permits a Hub id.
+
+        Raises ModelNotFound where the repository is permitted, but not the revision.
+        """
         hub_id = ADAPTER_HUB_ID.fullmatch(name)
-        return hub_id is not None and any(
-            fnmatchcase(hub_id[1], pattern) for pattern in self.hub_patterns
+        if hub_id is None:
+            return False
+        repository, revision, _ = hub_id.groups(default="")
+        if self._matches_pattern(repository + revision):
+            return True
+        if not self._matches_pattern(repository):
+            return False
+        if FOREIGN_REVISION.fullmatch(revision):
+            raise ModelNotFound(
+                f"{name}: everybody can open a pull request, so pull requests and commits must be "
+                "allowed one by one; name a branch or a tag, or start the server with --lora-allow "
+                f"{repository}{revision}"
+            )
+        return True
+
+    def _matches_pattern(self, text: str) -> bool:
+        """Whether a pattern has the same parts as the text and matches it."""
+        return any(
+            ("@" in pattern) == ("@" in text) and fnmatchcase(text, pattern)
+            for pattern in self.hub_patterns
         )

@@ -7,14 +7,15 @@ support is refused, with the file and the remedy, and never ignored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from bloomery.artifacts import gguf
 from bloomery.artifacts.files import parse_strict_json
-from bloomery.artifacts.module_patterns import PatternMatcher, find_pattern_error
+from bloomery.artifacts.locate_adapter import is_inside
+from bloomery.artifacts.module_patterns import MAX_PATTERNS, PatternMatcher
 from bloomery.errors import InvalidRequest
 
 Number = TypeVar("Number", int, float)
@@ -82,7 +83,9 @@ class AdapterConfig:
             if self.target_modules == "all-linear":
                 return True
             return self.matcher.is_path(self.target_modules, module)
-        return any(module == name or module.endswith(f".{name}") for name in self.target_modules)
+        parts = module.split(".")
+        ends = (".".join(parts[index:]) for index in range(len(parts)))
+        return any(end in self.target_modules for end in ends)
 
 
 def module_has_parameter(module: str, parameters: frozenset[str]) -> bool:
@@ -91,12 +94,21 @@ def module_has_parameter(module: str, parameters: frozenset[str]) -> bool:
     return any(not owner or f".{module}".endswith(f".{owner}") for owner in owners)
 
 
-def check_adapter_files(path: str) -> Path:
+def check_adapter_files(path: str, allowed_folders: Sequence[str] = ()) -> Path:
     """Return the adapter's folder or GGUF file; pickle files and other folders are refused.
 
-    artifacts/locate_adapter.py has found it. Its files may have changed since.
+    artifacts/locate_adapter.py has found it. Its files may have changed since. So links out of the
+    allowed folders are looked for again. Adapters that are in none of them are not checked: the
+    operator has named them.
     """
     location = Path(path).expanduser()
+    is_restricted = any(location.is_relative_to(folder) for folder in allowed_folders)
+    folders = [Path(folder).resolve() for folder in allowed_folders]
+    if is_restricted and not is_inside(location, folders):
+        raise refuse(
+            location,
+            "a link there leads out of the folders of --lora-allow; replace it by the files",
+        )
     if location.suffix == ".gguf" and location.is_file():
         return location
     if location.suffix in (".bin", ".pt", ".pth") or location.is_file():
@@ -157,17 +169,19 @@ def parse_adapter_config(
     elif targets is not None and not isinstance(targets, str):
         raise refuse(path, "target_modules must be a list of names or a regular expression")
     if isinstance(targets, str):
-        check_pattern(path, "target_modules", targets)
+        matcher.check("target_modules", targets, is_end=False)
     parameters = values.get("target_parameters") or []
     if not isinstance(parameters, list):
         raise refuse(path, "target_parameters must be a list of names")
+    if len(parameters) > MAX_PATTERNS:
+        raise refuse(path, f"target_parameters has more than {MAX_PATTERNS} names; list fewer")
     layers = values.get("layers_to_transform")
     if isinstance(layers, int):
         layers = [layers]
     if layers is not None and not is_list_of_numbers(layers):
         raise refuse(path, "layers_to_transform must be a list of layer numbers")
-    rank_pattern = read_patterns(path, values, "rank_pattern", read_whole)
-    alpha_pattern = read_patterns(path, values, "alpha_pattern", read_positive)
+    rank_pattern = read_patterns(path, values, "rank_pattern", matcher, read_whole)
+    alpha_pattern = read_patterns(path, values, "alpha_pattern", matcher, read_positive)
     return AdapterConfig(
         path,
         matcher,
@@ -222,6 +236,7 @@ def read_patterns(
     path: Path,
     values: Mapping[str, Any],
     key: str,
+    matcher: PatternMatcher,
     read: Callable[[Path, Mapping[str, Any], str], Number],
 ) -> dict[str, Number]:
     """Return numbers by pattern of a module's path."""
@@ -229,16 +244,9 @@ def read_patterns(
     if not isinstance(patterns, dict):
         raise refuse(path, f"{key} must map patterns to numbers")
     for pattern in patterns:
-        check_pattern(path, key, pattern)
+        matcher.check(key, pattern, is_end=True)
     named = {f"{key} {pattern!r}": value for pattern, value in patterns.items()}
     return {pattern: read(path, named, f"{key} {pattern!r}") for pattern in patterns}
-
-
-def check_pattern(path: Path, key: str, pattern: str) -> None:
-    """Refuse what is not a regular expression."""
-    error = find_pattern_error(pattern)
-    if error is not None:
-        raise refuse(path, f"{key} is not a regular expression: {error}")
 
 
 def refuse(path: Path, reason: str) -> InvalidRequest:

@@ -28,6 +28,8 @@ from bloomery.messages import AdapterInfo, AdapterRefusal, EngineRequest
 
 log = logging.getLogger("bloomery.engine")
 
+# Of an error, at its two ends. It has the path first, which may have 4,096, and the remedy last.
+REASON_CHARACTERS = (6000, 300)
 LOAD_USER = "\0"  # stands for a request that uses an adapter while it is being read
 
 
@@ -270,7 +272,7 @@ class AdapterStore:
             for use in uses:
                 self._add_ready(use, events)
             return
-        error = f"{UNUSABLE_ADAPTER} {adapter_name_of(adapter.name)!r}: {error}"
+        error = f"{UNUSABLE_ADAPTER} {adapter_name_of(adapter.name)!r}: {shorten_reason(error)}"
         log.warning("%s", error)
         events.answers.append(AdapterRefusal(adapter.name, error))
         for use in uses:
@@ -286,6 +288,14 @@ class AdapterStore:
             events.ready.append(use)
         else:
             self.release(use.name)
+
+
+def shorten_reason(reason: str) -> str:
+    """Leave out the middle of an error that quotes a long value from the files of an adapter."""
+    first, last = REASON_CHARACTERS
+    if len(reason) <= first + last:
+        return reason
+    return f"{reason[:first]} ... {reason[-last:]}"
 
 
 def start_reading_version(path: str) -> Future[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -99,10 +99,13 @@ class AdapterReader:
     num_layers: int  # of the whole model
     permuted: bool = False
 
-    def read(self, path: str) -> ConvertedAdapter:
-        """Read an adapter into host memory; raises InvalidRequest if it cannot be used."""
+    def read(self, path: str, allowed_folders: Sequence[str] = ()) -> ConvertedAdapter:
+        """Read an adapter into host memory; raises InvalidRequest if it cannot be used.
+
+        One below `allowed_folders` must have its files there, too.
+        """
         try:
-            location = check_adapter_files(path)
+            location = check_adapter_files(path, allowed_folders)
             with PatternMatcher(location / CONFIG_FILE) as matcher:
                 return AdapterConversion(self, location, matcher).convert()
         except (CheckpointError, OSError) as error:

@@ -129,7 +129,9 @@ class Worker:
             check_deterministic_mode(self.decoder.full_spec, self.device)
         self.adapters: WorkerAdapters | None = None
         if loaded.adapter_reader is not None:
-            self.adapters = WorkerAdapters(loaded.adapter_reader, self._prepare_adapter)
+            self.adapters = WorkerAdapters(
+                loaded.adapter_reader, self._prepare_adapter, plan.lora_folders
+            )
         # Whoever queues a step, or allocates what steps with adapters will read.
         self.step_lock = threading.Lock()
         self.kernel_trial: KernelTrial | None = None

@@ -32,9 +32,18 @@ SWITCH_SECONDS = 1e-4
 class WorkerAdapters:
     """Adapters by name, converted for this rank's part of the model."""
 
-    def __init__(self, reader: AdapterReader, prepare: Callable[[ConvertedAdapter], None]):
-        """`prepare` is called on the thread with each adapter that has been read."""
+    def __init__(
+        self,
+        reader: AdapterReader,
+        prepare: Callable[[ConvertedAdapter], None],
+        allowed_folders: Sequence[str] = (),
+    ):
+        """`prepare` is called on the thread with each adapter that has been read.
+
+        Adapters below `allowed_folders` must have their files there whenever they are read.
+        """
         self.reader = reader
+        self.allowed_folders = allowed_folders
         self.prepare = prepare
         self.adapters: dict[str, ConvertedAdapter] = {}
         self.values_in_slot: dict[int, AdapterValues] = {}
@@ -48,7 +57,7 @@ class WorkerAdapters:
     def _read(self, name: str, path: str) -> AdapterInfo:
         try:
             with short_switch_interval():
-                adapter = self.reader.read(path)
+                adapter = self.reader.read(path, self.allowed_folders)
             self.prepare(adapter)
         except InvalidRequest:
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from bloomery.engine.adapter_catalog import (
     adapter_name_of,
     check_adapter_name,
 )
-from bloomery.errors import BloomeryError, InvalidRequest, ModelNotFound
+from bloomery.errors import BloomeryError, CheckpointError, InvalidRequest, ModelNotFound
 from bloomery.messages import AdapterInfo
 from bloomery.server.adapter_metrics import AdapterMetrics
 from bloomery.server.backend import InferenceBackend
@@ -31,6 +32,7 @@ from bloomery.server.errors import HttpError
 log = logging.getLogger("bloomery.server")
 
 MAX_NAMES_IN_ERRORS = 10
+LISTING_SECONDS = 2.0  # that a list of the adapters in allowed folders is used
 READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
 LOAD_SECONDS = 300.0  # that a client waits for an adapter at most; a download does not count
 LORA_REMEDY = "start the server with --enable-lora, --lora-modules NAME=PATH or --lora-allow FOLDER"
@@ -64,10 +66,14 @@ class ServedAdapters:
         self.settings = settings
         self.base_names = base_names
         self.has_keys = has_keys
+        # Of an adapter, with the name of the base model and a colon before it.
+        self.max_name_characters = max(map(len, base_names)) + 1 + MAX_NAME_CHARACTERS
         self.catalog = AdapterCatalog()
         self.infos: dict[str, AdapterInfo] = {}  # by name, of those that were loaded once
         self.loading: set[str] = set()  # names that clients are loading
         self.searches: dict[str, asyncio.Task[NamedAdapter | None]] = {}  # by name
+        self.listing: asyncio.Task[list[str]] | None = None  # of the allowed folders
+        self.listing_expiry = 0.0
         for module in settings.modules:
             self.catalog.put(self.catalog.create(module.name, module.path, module.source))
             metrics.add_loaded(module.name)
@@ -80,11 +86,22 @@ class ServedAdapters:
         """The names of all adapters, those in allowed folders included."""
         names = list(self.catalog.adapters)
         if self.settings.allow_list:
-            allowed_names = await asyncio.to_thread(self._list_allowed_names)
+            allowed_names = await self._list_allowed_names()
             names += [name for name in allowed_names if name not in self.catalog.adapters]
         return names
 
-    def _list_allowed_names(self) -> list[str]:
+    async def _list_allowed_names(self) -> list[str]:
+        """The names of the adapters in allowed folders, read from disk every few seconds at most.
+
+        Requests with unknown names need them for their error message.
+        """
+        now = time.monotonic()
+        if self.listing is None or (self.listing.done() and now >= self.listing_expiry):
+            self.listing = asyncio.create_task(asyncio.to_thread(self._read_allowed_names))
+            self.listing_expiry = now + LISTING_SECONDS
+        return await asyncio.shield(self.listing)
+
+    def _read_allowed_names(self) -> list[str]:
         try:
             return self.settings.allow_list.list_names()
         except OSError as error:
@@ -100,12 +117,16 @@ class ServedAdapters:
         """
         if not self.settings.enabled:
             return None
+        if len(name) > self.max_name_characters:
+            return None
+        while name not in self.catalog.adapters:
+            model, colon, adapter_name = name.partition(":")
+            if not colon or model not in self.base_names:
+                break
+            name = adapter_name
         known = self.catalog.adapters.get(name)
         if known is not None:
             return known
-        model, colon, adapter_name = name.partition(":")
-        if colon and model in self.base_names:
-            return await self.find(adapter_name)
         is_possible = name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
         if not self.settings.allow_list or not is_possible:
             return None
@@ -126,7 +147,7 @@ class ServedAdapters:
             path = await asyncio.to_thread(locate_adapter, source)
         except ModelNotFound as error:
             raise HttpError(404, str(error), "model_not_found") from None
-        except OSError as error:
+        except (CheckpointError, OSError) as error:
             log.warning("the adapter %r cannot be looked for: %s", name, error)
             return None
         adapter = self.catalog.create(name, str(path), source)
@@ -238,6 +259,8 @@ class ServedAdapters:
             return locate_adapter(source)
         except ModelNotFound as error:
             raise HttpError(404, str(error), "adapter_not_found", param="lora_path") from None
+        except CheckpointError as error:
+            raise InvalidRequest(str(error), "lora_path") from None
         except OSError as error:
             raise InvalidRequest(
                 f"lora_path cannot be used ({error.strerror}); check the path", "lora_path"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from tokenizers import Encoding, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
 from bloomery.errors import TokenizerError
 
@@ -121,8 +121,12 @@ class Tokenizer:
 
         Encode a rendered chat template without it, because the template adds BOS and EOS itself.
         """
+        return self.encode_text(text, add_special).ids
+
+    def encode_text(self, text: str, add_special: bool = True) -> Encoding:
+        """Return the encoding, which knows the token of each character besides the ids."""
         text = _replace_unpaired_surrogates(text)
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        return self.backend.encode(text, add_special_tokens=add_special)
 
     def encode_with_offsets(self, text: str, add_special: bool = True) -> list[EncodedToken]:
         text = _replace_unpaired_surrogates(text)

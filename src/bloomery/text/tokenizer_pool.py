@@ -21,6 +21,7 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,10 @@ log = logging.getLogger("bloomery.text")
 WALL_TIME_FACTOR = 20.0
 ANY_GRAMMAR = 'start: "a"\n'  # compiled only so that a worker builds its vocabulary
 GRAMMAR_SECONDS = 2.0  # of processor time to compile a grammar; most take milliseconds
+# The search for the end of a system message has processor time of its own, and is left out where
+# rendering has taken long: a chat within its limit must not fail for the sake of a hint.
+MAX_RENDER_SECONDS = 0.1
+SYSTEM_SECONDS = 1.0
 NICENESS = 5  # of worker processes, so that running streams come first
 
 
@@ -503,18 +508,8 @@ def run_task(
             return TaskResult(pieces=encode_pieces(pieces, last))
         case DecodeTask(ids):
             return TaskResult(text=tokenizer.decode(ids, skip_special=False))
-        case RenderChatTask(messages, options, max_characters, finds_system):
-            options["limit"] = max_characters
-            try:
-                text = render_chat(tokenizer, messages, **options)
-            except TemplateError as error:
-                is_too_long = isinstance(error, RenderedChatTooLong)
-                return TaskError(str(error), error.field, is_too_long)
-            ids = tokenizer.encode(text, add_special=False)
-            system_length = 0
-            if finds_system:
-                system_length = count_system_tokens(tokenizer, text, ids, messages, **options)
-            return TaskResult(ids, text, system_length)
+        case RenderChatTask():
+            return run_chat_task(tokenizer, task)
         case GrammarTask(options, lark, field) if vocabulary is not None:
             return run_grammar_task(options, lark, vocabulary, field)
         case ToolsTask(tools):
@@ -523,6 +518,30 @@ def run_task(
             return TaskResult(text=find_format(tokenizer))
         case _:
             raise ProtocolError(f"a tokenizer worker takes no {type(task).__name__}")
+
+
+def run_chat_task(tokenizer: Tokenizer, task: RenderChatTask) -> TaskResult | TaskError:
+    options = {**task.options, "limit": task.max_characters}
+    begin = time.process_time()
+    try:
+        text = render_chat(tokenizer, task.messages, **options)
+    except TemplateError as error:
+        return TaskError(str(error), error.field, isinstance(error, RenderedChatTooLong))
+    # To find the system message, it is rendered again, which takes no longer than this.
+    is_fast = time.process_time() - begin <= MAX_RENDER_SECONDS
+    encoding = tokenizer.encode_text(text, add_special=False)
+    system_length = 0
+    if task.finds_system and is_fast:
+        add_time(SYSTEM_SECONDS)
+        system_length = count_system_tokens(tokenizer, text, encoding, task.messages, **options)
+    return TaskResult(encoding.ids, text, system_length)
+
+
+def add_time(seconds: float) -> None:
+    """Let the task that runs use more processor time, if it is limited."""
+    seconds_left, _ = signal.getitimer(signal.ITIMER_PROF)
+    if seconds_left:
+        signal.setitimer(signal.ITIMER_PROF, seconds_left + seconds)
 
 
 def find_format(tokenizer: Tokenizer) -> str:
