@@ -65,12 +65,17 @@ class AdapterBatch:
         """The slots as layers outside of the decoder layers see them."""
         return self.slots if self.changes_outer else None
 
+    @property
+    def has_one_row(self) -> bool:
+        """Whether the whole step, and not only what `select` has left of it, is one row."""
+        return self.all_slots is not None and len(self.all_slots) == 1
+
     def begin(self, slots: torch.Tensor | None) -> None:
         """Set the slots of a forward pass."""
         self.slots = slots
         self.all_slots = slots
         self._group_rows()
-        if slots is not None and len(slots) == 1 and self.shrunk is not None:
+        if self.has_one_row and self.shrunk is not None:
             self.shrunk.zero_()
 
     def select(self, rows: torch.Tensor | slice | None) -> None:

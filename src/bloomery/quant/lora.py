@@ -128,9 +128,12 @@ class LinearAdapters:
         return y, added
 
     def fused(self) -> FusedLora | None:
-        """Return the adapter of a step of one row for a fused kernel, if one may take it."""
+        """Return the adapter of a step of one row for a fused kernel, if one may take it.
+
+        If the last layer keeps one row of a larger step, none may: `shrunk` has old values then.
+        """
         slots = self.batch.slots
-        if slots is None or len(slots) != 1 or self.matrices is None:
+        if slots is None or not self.batch.has_one_row or self.matrices is None:
             return None
         if self.shrunk is None or self.num_experts > 1:
             return None
