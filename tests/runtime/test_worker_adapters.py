@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,23 @@ def test_graphs_of_other_adapters_stay(engine: AdaptedEngine) -> None:
     assert all(graph_runner.graphs[shape] is graph for shape, graph in at_start.items())
     engine.check("table", "head", "inner")
     assert all(graph_runner.graphs[shape] is graph for shape, graph in at_start.items())
+
+
+def test_a_long_step_does_not_end_the_search_for_kernels(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = engine.worker
+    graph_runner = CudaGraphRunner(CountingGraphPool())
+    worker.runner.use_cuda_graphs(graph_runner)
+    engine.check("inner", "inner")
+    monkeypatch.setattr(f"{Worker.__module__}.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker, "_is_device_busy", lambda: True)
+    loading = engine.load("head")
+    while worker.kernel_trial is None and not loading.done():
+        time.sleep(0.01)
+    time.sleep(0.2)  # in which the step in flight does not end
+    assert not loading.done() and worker.kernel_trial is not None
+    while not loading.done():
+        engine.check("inner", "inner")
+    tried = worker.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
+    assert tried and set(tried) <= set(graph_runner.graphs)

@@ -88,7 +88,8 @@ log = logging.getLogger("bloomery.worker")
 # Every eighth shape is tried first, to find the kernels that must be compiled. Neighbouring shapes
 # mostly use the same kernels.
 TRIED_SHAPE_STRIDE = 8
-TRIAL_SECONDS = 0.2  # in which a busy engine runs a step. Chosen
+# An engine is idle if it queues no step for so long while the device has nothing to do. Chosen.
+IDLE_SECONDS = 0.2
 # Bytes of GPU memory (1.25 GiB) for the driver's part of CUDA graphs and for libraries.
 GRAPH_OVERHEAD_BYTES = 5 << 28
 
@@ -501,8 +502,9 @@ class Worker:
             self.kernel_trial = trial
         while trial.shapes:
             num_shapes = len(trial.shapes)
-            time.sleep(TRIAL_SECONDS)
-            if len(trial.shapes) == num_shapes:
+            is_busy = self._is_device_busy()
+            time.sleep(IDLE_SECONDS)
+            if not is_busy and len(trial.shapes) == num_shapes:
                 break  # no step has run, so no stream would wait for the compiler either
         with self.step_lock:
             self.kernel_trial = None
@@ -510,6 +512,13 @@ class Worker:
         if trial.missing:
             torch.cuda.set_device(self.device)  # of this thread
             compile_kernels(trial.missing)
+
+    def _is_device_busy(self) -> bool:
+        """Whether a GPU has not ended the steps that were queued."""
+        if self.device.type != "cuda":
+            return False
+        with self.step_lock:
+            return not torch.cuda.current_stream(self.device).query()
 
     def _try_kernels(self) -> None:
         """Find the missing kernels of one shape, while the device is busy with a step."""
