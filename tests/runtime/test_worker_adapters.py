@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from bloomery.engine.loop import EngineLoop
+from bloomery.kernels.launch import MissingKernels
 from bloomery.messages import AdapterInfo
 from bloomery.runtime.runner import CpuTraceRunner, CudaGraphRunner
 from bloomery.runtime.worker import TRIED_SHAPE_STRIDE, Worker
@@ -149,3 +151,29 @@ def test_a_long_step_does_not_end_the_search_for_kernels(
         engine.check("inner", "inner")
     tried = worker.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
     assert tried and set(tried) <= set(graph_runner.graphs)
+
+
+class UncompiledGraphPool(CountingGraphPool):
+    """Every step lacks a kernel that only it launches."""
+
+    def capture(self, work: Callable[[], None], missing: MissingKernels) -> Any:
+        missing[str(self.num_captured)] = None
+        return super().capture(work, missing)
+
+
+def test_missing_kernels_are_compiled_before_an_adapter_is_there(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has no index, as the one GPU of most servers."""
+    worker = engine.worker
+    worker.runner.use_cuda_graphs(CudaGraphRunner(UncompiledGraphPool()))
+    engine.check("inner", "inner")
+    compiled: list[MissingKernels] = []
+    monkeypatch.setattr(f"{Worker.__module__}.compile_kernels", compiled.append)
+    monkeypatch.setattr(worker, "_is_device_busy", lambda: True)
+    loading = engine.load("head")
+    while not loading.done():
+        engine.check("inner", "inner")
+    assert loading.result().num_targets > 0
+    (missing,) = compiled
+    assert len(missing) == len(worker.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE])

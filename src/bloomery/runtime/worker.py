@@ -510,7 +510,8 @@ class Worker:
             self.kernel_trial = None
             self.runner.release_incomplete_graphs()
         if trial.missing:
-            torch.cuda.set_device(self.device)  # of this thread
+            if self.device.index is not None:
+                torch.cuda.set_device(self.device)  # of this thread
             compile_kernels(trial.missing)
 
     def _is_device_busy(self) -> bool:
