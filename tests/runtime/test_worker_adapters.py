@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bloomery.engine.loop import EngineLoop
+from bloomery.errors import InvalidRequest
 from bloomery.kernels.launch import MissingKernels
 from bloomery.messages import AdapterInfo
+from bloomery.parallel.groups import SingleRank
+from bloomery.quant.lora import TableAdapters
 from bloomery.runtime.runner import CpuTraceRunner, CudaGraphRunner
 from bloomery.runtime.worker import TRIED_SHAPE_STRIDE, Worker
 from tests.parity.adapters import (
@@ -177,3 +182,42 @@ def test_missing_kernels_are_compiled_before_an_adapter_is_there(
     assert loading.result().num_targets > 0
     (missing,) = compiled
     assert len(missing) == len(worker.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE])
+
+
+class FirstOfTwo(SingleRank):
+    """A rank of two, of which the other one has nothing to say."""
+
+    size = 2
+
+
+def test_memory_that_is_missing_fails_only_the_adapter_that_needs_it(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallel ranks, too, allocate before a step needs the memory."""
+    worker = engine.worker
+    memory = worker.decoder.adapter_memory
+    assert memory is not None
+    worker.mesh = replace(worker.mesh, group=FirstOfTwo())
+    runner = worker.runner.work_runner
+    assert isinstance(runner, CpuTraceRunner)
+    engine.check("head", "inner")
+    traces = dict(runner.traces)
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableAdapters, "allocate", run_out)
+        with pytest.raises(InvalidRequest, match="there is no memory"):
+            engine.load("table").result()
+    engine.check("head", "inner")
+    engine.load("table").result()
+    assert any(target.tables.is_allocated for target in memory.tables)
+    # Ranks drop these traces in the step that needs the memory, all at the same time.
+    assert all(runner.traces[shape] is trace for shape, trace in traces.items())
+    engine.check("table", "head", "inner")
+    assert all(
+        runner.traces.get(shape) is not trace
+        for shape, trace in traces.items()
+        if shape.changes_outer
+    )

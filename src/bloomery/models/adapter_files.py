@@ -153,10 +153,6 @@ class AdapterConversion:
         memory = self.reader.memory
         values = self._convert_targets(memory.layers)
         outer_values = self._convert_targets(memory.outer)
-        changes_outer = bool(outer_values.any())
-        problem = memory.check_outer_memory() if changes_outer else None
-        if problem is not None:
-            raise refuse(self.path, problem)
         tables = {}
         for index, table_target in enumerate(memory.tables):
             table = self._convert_table(table_target)
@@ -172,9 +168,9 @@ class AdapterConversion:
         )
         if not num_targets:
             raise refuse(self.path, "the file has no LoRA matrices; save the adapter again")
-        return ConvertedAdapter(
+        adapter = ConvertedAdapter(
             values,
-            outer_values if changes_outer else None,
+            outer_values if bool(outer_values.any()) else None,
             tables,
             self.largest_rank,
             num_targets,
@@ -182,6 +178,10 @@ class AdapterConversion:
                 self.num_values["matrices"], self.num_values["experts"], self.num_values["head"]
             ),
         )
+        problem = memory.check_outer_memory(adapter)
+        if problem is not None:
+            raise refuse(self.path, problem)
+        return adapter
 
     def _convert_targets(self, memory: SlotMemory) -> torch.Tensor:
         """Lay out the matrices of these targets: [values of a slot]."""
@@ -486,12 +486,7 @@ class AdapterConversion:
         own = table.to(self.reader.memory.dtype)
         ids = torch.arange(tables.num_ids, device=self.reader.memory.device)
         unchanged = bool((target.matrix.gather(ids).to(own.dtype).cpu() == own).all())
-        if unchanged:
-            return None
-        problem = self.reader.memory.check_table_memory(target)
-        if problem is not None:
-            raise refuse(self.path, problem)
-        return own
+        return None if unchanged else own
 
 
 class ArrangedLayer:

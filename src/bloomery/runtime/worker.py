@@ -485,16 +485,18 @@ class Worker:
     def _prepare_adapter(self, adapter: ConvertedAdapter) -> None:
         """Prepare for the first adapter with an embedding or a head of its own.
 
-        Called on the thread that reads adapters. Steps without such adapters keep their graphs.
-        Steps with them launch some kernels for the first time. These are compiled here, because
-        running streams would wait for that. The graphs are captured like those of other new shapes.
-        Tensor parallel ranks do all of it in the step that needs the adapter, at the same time.
+        Called on the thread that reads adapters. If there is no memory, only this adapter fails.
+        Steps without such adapters keep their graphs. Steps with them launch some kernels for the
+        first time. These are compiled here, because running streams would wait for that. The graphs
+        are captured like those of other new shapes. Tensor parallel ranks compile and capture in
+        the step that needs the adapter, at the same time.
         """
         memory = self.decoder.adapter_memory
-        if memory is None or self.mesh.group.size > 1:
+        if memory is None:
             return
         with self.step_lock, torch.inference_mode():
-            if not memory.allocate_outer(adapter):
+            memory.allocate_outer(adapter)
+            if self.mesh.group.size > 1 or not memory.note_outer(adapter):
                 return
             self.runner.work_runner.forget_outer()
             shapes = self.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
