@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bloomery.artifacts.locate import locate_model
 from bloomery.models.adapter_files import AdapterReader
@@ -89,3 +90,19 @@ def test_a_failed_allocation_leaves_nothing(
     assert all(embedding.lookup is None for embedding in memory.embeddings)
     memory.allocate_outer(adapter)
     assert memory.note_outer(adapter) and not memory.note_outer(adapter)
+
+
+def test_tables_are_compared_with_those_of_the_base_model_in_parts(
+    reader: AdapterReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last row of the head differs."""
+    path = tmp_path / "both" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (name,) = (name for name in tensors if "lm_head" in name)
+    head = reader.memory.tables[1]
+    tensors[name] = head.matrix.gather(torch.arange(head.tables.num_ids)).clone()
+    monkeypatch.setattr(f"{AdapterReader.__module__}.COMPARED_IDS", 7)
+    for is_changed in (False, True):
+        tensors[name][-1] += int(is_changed)
+        save_file(tensors, path)
+        assert (1 in reader.read(str(tmp_path / "both")).tables) == is_changed

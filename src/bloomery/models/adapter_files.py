@@ -75,6 +75,10 @@ GATE_UP_LAYOUTS: tuple[Stored, ...] = (
 EXPERT_UP_LAYOUTS: tuple[Stored, ...] = (*GATE_UP_LAYOUTS, "up_proj")
 EXPERT_DOWN_LAYOUTS: tuple[Stored, ...] = ("down_proj", "w2")
 
+# Rows of a table that are compared with the base model's at a time. A whole table would need as
+# much memory of the device again. Chosen.
+COMPARED_IDS = 8192
+
 
 class LowRankPair(NamedTuple):
     """The matrices of one module; B has the scale in it."""
@@ -485,7 +489,10 @@ class AdapterConversion:
         table = table[tables.first_id : tables.first_id + tables.num_ids]
         own = table.to(self.reader.memory.dtype)
         ids = torch.arange(tables.num_ids, device=self.reader.memory.device)
-        unchanged = bool((target.matrix.gather(ids).to(own.dtype).cpu() == own).all())
+        unchanged = all(
+            torch.equal(target.matrix.gather(some_ids).to(own.dtype).cpu(), own_rows)
+            for some_ids, own_rows in zip(ids.split(COMPARED_IDS), own.split(COMPARED_IDS))
+        )
         return None if unchanged else own
 
 
