@@ -187,7 +187,7 @@ class MambaMixer:
     def __call__(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor:
         spec = self.spec
         metadata = states.metadata
-        conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+        conv_view, scan_view = view_states(states.memory, metadata.state_pieces, state_parts(spec))
         native = find_native_states(self.pool, projected, states)
         if native is not None and recurrent_ops.supports_width(spec.conv_width):
             return self._scan_natively(projected, native)
@@ -270,7 +270,7 @@ def find_native_states(
     start_loc = None
     if metadata.num_decodes < len(metadata.seq_lens):
         start_loc = metadata.query_start_loc
-    integers = (metadata.state_blocks, metadata.seq_lens, start_loc)
+    integers = (metadata.state_pieces, metadata.seq_lens, start_loc)
     if any(x is not None and x.dtype != torch.int64 for x in integers):
         return None
-    return NativeStates(states.memory, metadata.state_blocks, start_loc, metadata.seq_lens)
+    return NativeStates(states.memory, metadata.state_pieces, start_loc, metadata.seq_lens)
