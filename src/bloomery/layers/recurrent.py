@@ -56,8 +56,9 @@ class RecurrentBlock:
         projected = self.project_in(x, prologue)
         y = self.mixer(projected, states)
         for wave in states.metadata.later_waves:
-            # A decode kernel may read states while the kernel before it runs (kernels/launch.py),
-            # so an operation of torch must lie between two waves. It waits for both.
+            # Only deterministic mode has later waves, and only CPUs run it. A GPU would need the
+            # operation of torch between two waves: without it, the decode kernel of the second
+            # wave could read states before that of the first has written them (kernels/launch.py).
             is_later = wave.seq_lens[:, None] > 0
             later = self.mixer(projected, LayerStates(states.memory, wave))
             y = torch.where(is_later, later, y)
