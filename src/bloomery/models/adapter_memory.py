@@ -19,14 +19,15 @@ from math import prod
 
 import torch
 
-from bloomery.adapter_sizes import NO_VALUES, AdapterValues, align, pad_rank
-from bloomery.kernels.lora import (
-    MAX_PARALLEL_ROWS,
-    MAX_SPLITS,
-    SHRUNK_COPIES,
-    AdapterBatch,
-    count_splits,
+from bloomery.adapter_sizes import (
+    NO_VALUES,
+    AdaptedLinear,
+    AdapterValues,
+    align,
+    count_step_bytes,
+    pad_rank,
 )
+from bloomery.kernels.lora import SHRUNK_COPIES, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
@@ -255,16 +256,12 @@ class AdapterMemory:
             layer.shrunk = values.view(SHRUNK_COPIES, -1)
 
     def step_bytes(self, num_tokens: int) -> int:
-        """The bytes that the adapters of a step of that many tokens take besides the base model."""
-        # The head has the most outputs, but it runs for the last tokens of sequences only.
-        inner = [target.adapters for target in self.layers.targets]
-        most_outputs = max((len(adapters.row_parts) for adapters in inner), default=0)
-        width = max((adapters.num_parts for adapters in inner), default=0) * self.padded_rank
-        most_splits = max((count_splits(1, adapters.inputs) for adapters in inner), default=0)
-        partial_sums = max(
-            num_tokens * MAX_SPLITS, min(num_tokens, MAX_PARALLEL_ROWS) * most_splits
-        )
-        return num_tokens * most_outputs * self.dtype.itemsize + partial_sums * width * 4
+        """Bytes that the adapters of a large step take besides the base model."""
+        layers = [target.adapters for target in self.layers.targets]
+        linears = [
+            AdaptedLinear(layer.num_parts, len(layer.row_parts), layer.inputs) for layer in layers
+        ]
+        return count_step_bytes(linears, num_tokens, self.padded_rank, self.dtype.itemsize)
 
     def check_outer_memory(self, adapter: ConvertedAdapter) -> str | None:
         """Return why there is no room for what the adapter needs and no earlier one did, if so.
