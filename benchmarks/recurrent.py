@@ -93,7 +93,7 @@ def check_case(kind: MixerKind, spec: RecurrentSpec, step: str, dtype: torch.dty
     expected, expected_memory = case.run(kind.reference)
     captured = case.without_host_lengths()
     result, memory = run_in_poisoned_memory(lambda: captured.run(kind.kernel))
-    blocks = case.states.metadata.state_blocks
+    blocks = case.states.metadata.state_pieces
     parts = state_parts(spec)
     errors = [relative_error(result, expected)]
     for view, expected_view in zip(

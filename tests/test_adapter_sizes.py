@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bloomery.adapter_sizes import AdapterSizes
+from bloomery.adapter_sizes import MAX_PARTIAL_SUMS, AdapterSizes
 from bloomery.families import describe_config, resolve_tensor_names
+from bloomery.kernels.lora import MAX_PARALLEL_ROWS, count_splits
 from bloomery.layout import TensorParallelLayout, supports_tensor_parallel
 from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.checkpoint import DummySource
@@ -38,6 +39,10 @@ def test_slots_take_what_the_spec_says(case: ParityCase) -> None:
         assert memory.nbytes == SLOTS * 4 * sizes.slot_values(memory.padded_rank)
         expected = sizes.step_bytes(1024, memory.padded_rank, 4)
         assert memory.step_bytes(1024) == expected
+
+
+def test_partial_sums_are_those_of_the_kernels() -> None:
+    assert count_splits(MAX_PARALLEL_ROWS + 1, 1 << 20) == MAX_PARTIAL_SUMS
 
 
 def test_an_adapter_has_the_values_of_peft() -> None:

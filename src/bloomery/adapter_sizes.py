@@ -29,7 +29,9 @@ from bloomery.spec import (
 
 ALIGNMENT = 64  # values: the matrices of a slot begin at whole cache lines
 RANK_MULTIPLE = {"cpu": 8, "cuda": 16}  # ranks are padded to what the kernels compute at once
-MAX_PARTIAL_SUMS = 8  # in which kernels leave a shrunk row of a large step
+# In which kernels leave a shrunk row of a large step. It is MAX_SPLITS of kernels/lora.py, which
+# cannot be imported here; tests/test_adapter_sizes.py compares the two.
+MAX_PARTIAL_SUMS = 8
 
 
 class AdapterValues(NamedTuple):
@@ -85,10 +87,7 @@ class AdapterSizes:
 
     def step_bytes(self, num_tokens: int, padded_rank: int, value_bytes: int) -> int:
         """Bytes that the adapters of a large step take besides the base model."""
-        most_outputs = max((linear.outputs for linear in self.linears), default=0)
-        most_parts = max((linear.num_parts for linear in self.linears), default=0)
-        partial_sums = MAX_PARTIAL_SUMS * most_parts * padded_rank
-        return num_tokens * (most_outputs * value_bytes + partial_sums * 4)
+        return count_step_bytes(list(self.linears), num_tokens, padded_rank, value_bytes)
 
     def adapter_values(self, rank: int) -> AdapterValues:
         """Values of an adapter of this rank that changes every linear layer."""
@@ -101,6 +100,20 @@ class AdapterSizes:
             else:
                 matrices += values
         return AdapterValues(matrices, experts)
+
+
+def count_step_bytes(
+    linears: Sequence[AdaptedLinear], num_tokens: int, padded_rank: int, value_bytes: int
+) -> int:
+    """Bytes that adapters of these layers take in a step of at least some hundred tokens.
+
+    One layer runs at a time. The head has the most outputs, but it runs for the last tokens of
+    sequences only, so it is not among the layers.
+    """
+    most_outputs = max((linear.outputs for linear in linears), default=0)
+    most_parts = max((linear.num_parts for linear in linears), default=0)
+    partial_sums = MAX_PARTIAL_SUMS * most_parts * padded_rank  # in float32
+    return num_tokens * (most_outputs * value_bytes + partial_sums * 4)
 
 
 def pad_rank(rank: int, device: str) -> int:

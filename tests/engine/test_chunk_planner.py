@@ -6,6 +6,7 @@ import pytest
 
 from bloomery.engine.chunk_planner import (
     IGNORE_FROM,
+    MAX_IDLE_ROUND_SECONDS,
     MAX_SHORT_STEPS,
     MAX_URGENT_DEADLINES,
     BatchStats,
@@ -204,6 +205,16 @@ def test_a_single_prompt_has_long_chunks_only_where_short_ones_are_slow() -> Non
     large_gpu = ChunkPlanner(128, LatencyTargets(), linear_step_time(35e-3, 1.5e-4, 230))
     (step,) = plan_steps(large_gpu, only_prefill, [], 1)
     assert 512 <= step.prefill_tokens <= 768
+
+
+def test_a_single_prompt_on_a_slow_device_lets_a_newcomer_in_soon() -> None:
+    """16 batch-1 steps of this device are 8 seconds."""
+    step_time = linear_step_time(0.5, 4e-3, 1)
+    slow_device = ChunkPlanner(8, LatencyTargets(), step_time)
+    (step,) = plan_steps(slow_device, make_batch(num_streams=0, num_prefills=1), [], 1)
+    assert step.prefill_tokens >= 96, "nothing is left of the gain of longer chunks"
+    seconds = step_time.predict(StepFeatures(step.prefill_tokens))
+    assert seconds < 1.2 * MAX_IDLE_ROUND_SECONDS
 
 
 def test_an_urgent_deadline_splits_the_round(planner: ChunkPlanner) -> None:

@@ -77,16 +77,16 @@ def make_weights(spec: RecurrentSpec, device: str) -> MixerWeights:
 
 
 def make_metadata(
-    query_lens: Sequence[int], seq_lens: Sequence[int], state_blocks: torch.Tensor
+    query_lens: Sequence[int], seq_lens: Sequence[int], state_pieces: torch.Tensor
 ) -> RecurrentMetadata:
     """The layout of a step; sequences with one new position come first."""
-    dtype = state_blocks.dtype
-    device = state_blocks.device
+    dtype = state_pieces.dtype
+    device = state_pieces.device
     return RecurrentMetadata(
         num_decodes=list(query_lens).count(1),
         query_start_loc=torch.tensor([0, *accumulate(query_lens)], dtype=dtype, device=device),
         seq_lens=torch.tensor(seq_lens, dtype=dtype, device=device),
-        state_blocks=state_blocks,
+        state_pieces=state_pieces,
         host_query_lens=tuple(query_lens),
         host_seq_lens=tuple(seq_lens),
     )
@@ -112,13 +112,13 @@ def make_case(
     num_blocks = len(query_lens) * blocks_per_state
     index_dtype = torch.int64 if device == "cpu" else torch.int32
     shuffled = torch.randperm(num_blocks + 2)[:num_blocks].to(device, index_dtype)
-    state_blocks = shuffled.view(len(query_lens), blocks_per_state)
+    state_pieces = shuffled.view(len(query_lens), blocks_per_state)
     memory = torch.full((num_blocks + 2, block_values), torch.nan, device=device)
-    for blocks, query_len, seq_len in zip(state_blocks, query_lens, seq_lens, strict=True):
+    for blocks, query_len, seq_len in zip(state_pieces, query_lens, seq_lens, strict=True):
         if seq_len > query_len:
             values = torch.randn(blocks_per_state, block_values, device=device) * 0.3
             memory[blocks.long()] = values
     projected = torch.randn(sum(query_lens), sum(recurrent_in_sizes(spec)), device=device)
-    metadata = make_metadata(query_lens, seq_lens, state_blocks)
+    metadata = make_metadata(query_lens, seq_lens, state_pieces)
     weights = make_weights(spec, device)
     return RecurrentCase(spec, weights, projected.to(dtype), LayerStates(memory, metadata))

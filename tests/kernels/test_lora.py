@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bloomery.fusion import ActivationEpilogue, NormPrologue, QkTransform, ResidualEpilogue
+from bloomery.kernels import launch
 from bloomery.kernels.activation import activation_reference, activation_triton
 from bloomery.kernels.gemv import fused_linear_reference, gemv_triton
 from bloomery.kernels.lora import (
@@ -127,6 +128,31 @@ def test_the_adapter_of_one_row_is_a_bias(slot: int, has_bias: bool) -> None:
     actual = lora_bias(lora_shrink_triton(x, matrices, rows), matrices, rows, bias, x.dtype)
     check_close(actual, expected[0], torch.float32) if slot >= 0 or has_bias else None
     assert torch.equal(actual == 0, expected[0] == 0)
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_what_earlier_kernels_write_is_read_after_the_wait(
+    is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bias of a low-rank part is the result of the kernel before the adapter's."""
+    matrices = make_matrices(40, (32, 16), 8, 1, torch.float32)
+    slots = torch.tensor([2], dtype=torch.int32)
+    rows = LoraRows(slots, None, group_rows(slots, SLOTS) if is_grouped else None)
+    written = {"shrunk": torch.randn(1, 1, 16), "start": torch.randn(48)}
+    inputs = {name: torch.full_like(values, float("nan")) for name, values in written.items()}
+
+    def wait() -> None:
+        for name, values in written.items():
+            inputs[name].copy_(values)
+
+    monkeypatch.setattr(launch, "gdc_wait", wait)
+    monkeypatch.setattr(launch, "gdc_launch_dependents", lambda: None)
+    monkeypatch.setattr("bloomery.kernels.lora.pdl_options", lambda *_: {"PDL": True})
+    y = torch.empty(1, 48)
+    lora_expand_triton(inputs["shrunk"], matrices, rows, y, inputs["start"], accumulates=False)
+    expected = written["start"][None].clone()
+    lora_expand_reference(written["shrunk"][0], matrices, rows, expected)
+    check_close(y, expected, torch.float32)
 
 
 @pytest.mark.parametrize("is_partial", [False, True])

@@ -45,7 +45,7 @@ def assert_matches(case: RecurrentCase, kernel: RunMixer, reference: RunMixer) -
     result, memory = run_in_poisoned_memory(lambda: captured.run(kernel))
     limit = ERROR_LIMITS[case.projected.dtype]
     assert relative_error(result, expected) < limit
-    blocks = case.states.metadata.state_blocks
+    blocks = case.states.metadata.state_pieces
     parts = state_parts(case.spec)
     for view, expected_view in zip(
         view_states(memory, blocks, parts), view_states(expected_memory, blocks, parts), strict=True
@@ -128,7 +128,7 @@ def test_positions_of_other_waves_change_no_state(
         result[indices] = kernel(case.projected, spec, case.weights, states)[indices]
     limit = ERROR_LIMITS[case.projected.dtype]
     assert relative_error(result, expected) < limit
-    blocks = metadata.state_blocks
+    blocks = metadata.state_pieces
     for view, expected_view in zip(
         view_states(memory, blocks, state_parts(spec)),
         view_states(expected_memory, blocks, state_parts(spec)),

@@ -34,7 +34,7 @@ def test_chunks_continue_from_the_state(name: str, chunks: Sequence[int]) -> Non
     end = 0
     for chunk in chunks:
         start, end = end, end + chunk
-        metadata = make_metadata([chunk], [end], case.states.metadata.state_blocks)
+        metadata = make_metadata([chunk], [end], case.states.metadata.state_pieces)
         states = LayerStates(memory, metadata)
         parts.append(mixer(case.projected[start:end], spec, case.weights, states))
     assert torch.allclose(torch.cat(parts), expected, atol=1e-5)
@@ -50,7 +50,7 @@ def test_sequences_of_a_step_are_independent(name: str) -> None:
     first = 0
     for index, query_len in enumerate(query_lens):
         metadata = case.states.metadata
-        blocks = metadata.state_blocks[index : index + 1]
+        blocks = metadata.state_pieces[index : index + 1]
         alone = make_metadata([query_len], [int(metadata.seq_lens[index])], blocks)
         own_memory = case.states.memory.clone()
         states = LayerStates(own_memory, alone)

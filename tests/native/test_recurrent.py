@@ -74,7 +74,7 @@ def run_mixer(mixer: RecurrentMixer, case: RecurrentCase) -> tuple[torch.Tensor,
     memory = case.states.memory.clone()
     states = LayerStates(memory, case.states.metadata)
     out = mixer(case.projected, states)
-    views = view_states(memory, case.states.metadata.state_blocks, state_parts(case.spec))
+    views = view_states(memory, case.states.metadata.state_pieces, state_parts(case.spec))
     return out, *(view.read() for view in views)
 
 

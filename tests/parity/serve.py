@@ -148,7 +148,7 @@ def new_states(spec: RecurrentSpec, num_tokens: int) -> LayerStates:
         num_decodes=0,
         query_start_loc=torch.tensor([0, num_tokens]),
         seq_lens=torch.tensor([num_tokens]),
-        state_blocks=torch.arange(num_blocks).flip(0)[None],
+        state_pieces=torch.arange(num_blocks).flip(0)[None],
         host_query_lens=(num_tokens,),
         host_seq_lens=(num_tokens,),
     )

@@ -21,6 +21,7 @@ from bloomery.layers.mlp import MlpBlock
 from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.load import LoadedModel, load_model
 from bloomery.native.thread_pool import ThreadPool
+from bloomery.sampling import build_embedding_request
 from tests.parity.adapters import (
     RANK,
     adapted_request,
@@ -204,6 +205,25 @@ def test_a_mixed_batch_gives_each_request_the_tokens_of_its_adapter(
         assert output_token_ids(outputs[request.id]) == by_folder.get(i, expected[0])
     worker = loop.executor.worker  # type: ignore[attr-defined]
     assert worker.cpu_traced == cpu_kernels
+
+
+def test_an_embedding_leaves_the_adapters_of_its_step_as_they_are(tmp_path: Path) -> None:
+    """An embedding goes through the projection before the head, without any adapter."""
+    model = make_model("opt-350m", tmp_path / "model")
+    prompt = random_tokens(9, seed=1)
+    base = greedy_tokens(model, prompt, 1)
+    adapted = save_adapter(model, tmp_path / "adapter", ["project_out"], lora_alpha=64)
+    expected = greedy_tokens(adapted, prompt, 1)
+    assert expected != base
+    loop = build_adapter_loop(build_plan(tmp_path / "model", 64, max_num_seqs=4, **OPTIONS))
+    folder = tmp_path / "adapter"
+    run_requests(loop, [adapted_request("first", random_tokens(4, seed=2), 1, folder)])
+    embedding = build_embedding_request(
+        prompt, "last", id="embedding", vocab_size=VOCAB, max_model_len=64
+    )
+    outputs = run_requests(loop, [adapted_request("answer", prompt, 1, folder), embedding])
+    assert outputs["embedding"][-1].embedding
+    assert output_token_ids(outputs["answer"]) == expected
 
 
 @pytest.mark.parametrize(

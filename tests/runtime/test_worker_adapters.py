@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bloomery.engine.loop import EngineLoop
+from bloomery.errors import InvalidRequest
+from bloomery.kernels.launch import MissingKernels
 from bloomery.messages import AdapterInfo
+from bloomery.parallel.groups import SingleRank
+from bloomery.quant.lora import TableAdapters
 from bloomery.runtime.runner import CpuTraceRunner, CudaGraphRunner
 from bloomery.runtime.worker import TRIED_SHAPE_STRIDE, Worker
 from tests.parity.adapters import (
@@ -128,3 +136,88 @@ def test_graphs_of_other_adapters_stay(engine: AdaptedEngine) -> None:
     assert all(graph_runner.graphs[shape] is graph for shape, graph in at_start.items())
     engine.check("table", "head", "inner")
     assert all(graph_runner.graphs[shape] is graph for shape, graph in at_start.items())
+
+
+def test_a_long_step_does_not_end_the_search_for_kernels(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = engine.worker
+    graph_runner = CudaGraphRunner(CountingGraphPool())
+    worker.runner.use_cuda_graphs(graph_runner)
+    engine.check("inner", "inner")
+    monkeypatch.setattr(f"{Worker.__module__}.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker, "_is_device_busy", lambda: True)
+    loading = engine.load("head")
+    while worker.kernel_trial is None and not loading.done():
+        time.sleep(0.01)
+    time.sleep(0.2)  # in which the step in flight does not end
+    assert not loading.done() and worker.kernel_trial is not None
+    while not loading.done():
+        engine.check("inner", "inner")
+    tried = worker.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
+    assert tried and set(tried) <= set(graph_runner.graphs)
+
+
+class UncompiledGraphPool(CountingGraphPool):
+    """Every step lacks a kernel that only it launches."""
+
+    def capture(self, work: Callable[[], None], missing: MissingKernels) -> Any:
+        missing[str(self.num_captured)] = None
+        return super().capture(work, missing)
+
+
+def test_missing_kernels_are_compiled_before_an_adapter_is_there(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device has no index, as the one GPU of most servers."""
+    worker = engine.worker
+    worker.runner.use_cuda_graphs(CudaGraphRunner(UncompiledGraphPool()))
+    engine.check("inner", "inner")
+    compiled: list[MissingKernels] = []
+    monkeypatch.setattr(f"{Worker.__module__}.compile_kernels", compiled.append)
+    monkeypatch.setattr(worker, "_is_device_busy", lambda: True)
+    loading = engine.load("head")
+    while not loading.done():
+        engine.check("inner", "inner")
+    assert loading.result().num_targets > 0
+    (missing,) = compiled
+    assert len(missing) == len(worker.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE])
+
+
+class FirstOfTwo(SingleRank):
+    """A rank of two, of which the other one has nothing to say."""
+
+    size = 2
+
+
+def test_memory_that_is_missing_fails_only_the_adapter_that_needs_it(
+    engine: AdaptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor parallel ranks, too, allocate before a step needs the memory."""
+    worker = engine.worker
+    memory = worker.decoder.adapter_memory
+    assert memory is not None
+    worker.mesh = replace(worker.mesh, group=FirstOfTwo())
+    runner = worker.runner.work_runner
+    assert isinstance(runner, CpuTraceRunner)
+    engine.check("head", "inner")
+    traces = dict(runner.traces)
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableAdapters, "allocate", run_out)
+        with pytest.raises(InvalidRequest, match="there is no memory"):
+            engine.load("table").result()
+    engine.check("head", "inner")
+    engine.load("table").result()
+    assert any(target.tables.is_allocated for target in memory.tables)
+    # Ranks drop these traces in the step that needs the memory, all at the same time.
+    assert all(runner.traces[shape] is trace for shape, trace in traces.items())
+    engine.check("table", "head", "inner")
+    assert all(
+        runner.traces.get(shape) is not trace
+        for shape, trace in traces.items()
+        if shape.changes_outer
+    )

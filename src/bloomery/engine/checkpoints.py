@@ -86,7 +86,8 @@ class CheckpointIndex:
     def _requeue(self, node: PrefixNode) -> None:
         """Put a checkpoint at the recent end, or at the old end if it is rarely used again.
 
-        A fork is spared: the first sequence with a new system prompt cannot know how many follow.
+        A fork is spared: the sequence that takes it cannot know how many others share the prefix.
+        The end of a system message is not: how often those are used is learned as for a prompt.
         """
         is_rare = self.estimate_odds(node.kind, node.num_uses) < RARE_ODDS
         self.queue.move_to_end(node, last=not is_rare or node.kind == "fork")

@@ -85,6 +85,9 @@ MIN_ROUND_DECODE_STEPS = 1.5
 # step), a prompt of 1,500 tokens: 17.4 s in short rounds, 15.8 s with 16 steps, 14.9 s unlimited.
 IDLE_ROUND_BATCH1_STEPS = 16
 IDLE_PREFILL_SHARE = 0.9
+# Seconds that such a round may last on any device, because a request that arrives meanwhile waits
+# for its end. Chosen: as long as the 16 steps of the figures above, 0.99 s.
+MAX_IDLE_ROUND_SECONDS = 1.0
 
 # ---- candidate plans ---------------------------------------------------------------------------
 
@@ -355,7 +358,9 @@ class ChunkPlanner:
         It is too short to be noticed, unless prefill would then be slow: where a batch-1 step takes
         long, each chunk would spend much of its time on reading the weights.
         """
-        longest = IDLE_ROUND_BATCH1_STEPS * self.step_time.batch1_seconds
+        longest = min(
+            IDLE_ROUND_BATCH1_STEPS * self.step_time.batch1_seconds, MAX_IDLE_ROUND_SECONDS
+        )
         if longest <= IMMEDIATE_SECONDS:
             return IMMEDIATE_SECONDS
         immediate_speed, best_speed = (

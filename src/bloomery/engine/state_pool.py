@@ -3,13 +3,16 @@
 The scheduler uses it like a BlockPool. What differs is where a sequence can resume. A state is
 updated in place and cannot be cut back, so it is at the longest position where a checkpoint of the
 state is cached together with the pages that the next position reads. Checkpoints are taken
+  - at the end of a system message: at its last page end, because other chats begin with it;
   - at the end of a prompt: at the last page end before its last token, because that token must be
     computed in any case, and chat templates end a prompt with tokens the next turn does not repeat;
   - at the end of an answer: the live state's own blocks become the checkpoint, and the page begun
     becomes a tail of the prefix tree. This needs no copy and no memory. The same happens when a
     sequence is preempted or aborted;
   - where two prefixes part: a sequence that resumes before the end of the pages it shares saves its
-    state there. So does the second sequence with the same system prompt, for the third.
+    state there. So does the second sequence with the same document, for the third.
+
+The first two cost a step more, so they are taken only if they are expected to save a page.
 
 A sequence that resumes at a checkpoint gets a copy of it as its live state. It gets the checkpoint
 itself, which is then gone, if a copy would push out something of more value. Whole pages are shared

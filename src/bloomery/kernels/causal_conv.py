@@ -198,9 +198,9 @@ def conv_prefill_kernel(
     bias,  # [channels] or None
     factors,  # [channels] or None
     memory,
-    state_blocks,  # [sequences, ...]
+    state_pieces,  # [sequences, ...]
     block_stride,
-    blocks_stride,
+    pieces_stride,
     query_start_loc,
     seq_lens,
     out,  # [num_tokens, channels]
@@ -271,7 +271,7 @@ def conv_prefill_kernel(
     reads_state = inside & (start > 0) & (token - begin < WIDTH - 1)
     if tl.max(reads_state.to(tl.int32), 0) > 0:
         state_row = load_state_rows(
-            state_blocks + sequence[:, None] * blocks_stride,
+            state_pieces + sequence[:, None] * pieces_stride,
             channel[None, :],
             ROWS_PER_BLOCK,
             WIDTH,
@@ -307,9 +307,9 @@ def store_conv_states_kernel(
     projected,
     factors,
     memory,
-    state_blocks,
+    state_pieces,
     block_stride,
-    blocks_stride,
+    pieces_stride,
     query_start_loc,
     seq_lens,
     row_stride,
@@ -346,7 +346,7 @@ def store_conv_states_kernel(
             x *= tl.load(factors + channel, mask=used, other=0.0)[:, None]
         begins = column * 0 + seq_len <= end - begin
         state_row = load_state_rows(
-            state_blocks + sequence * blocks_stride,
+            state_pieces + sequence * pieces_stride,
             channel,
             ROWS_PER_BLOCK,
             WIDTH,
@@ -362,14 +362,14 @@ def store_conv_states_kernel(
 
 # A decode kernel reads the states and the metadata of its sequence before it waits for the input
 # projection (launch.py): in a step, no other kernel writes them, and the last one that writes the
-# metadata (gather_state_blocks) is never overtaken.
+# metadata (gather_state_pieces) is never overtaken.
 
 
 @jit
 def convolve_history(
     weight,
     memory,
-    state_blocks,  # of the sequence
+    state_pieces,  # of the sequence
     channel,  # [N]
     used,  # [N]
     position,
@@ -381,7 +381,7 @@ def convolve_history(
 
     One-dimensional throughout: a tile of channels and columns would impose its layout on the state.
     """
-    state_row = load_state_rows(state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
+    state_row = load_state_rows(state_pieces, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
     continues = used & (channel * 0 + position > 0)
     total = channel * 0.0
     for tap in tl.static_range(WIDTH - 1):
@@ -397,7 +397,7 @@ def convolve_input(
     history,  # [N] from convolve_history
     weight,
     memory,
-    state_blocks,
+    state_pieces,
     channel,
     used,
     position,
@@ -409,7 +409,7 @@ def convolve_input(
 
     Several programs may do so for the same channels: none overwrites what another one reads.
     """
-    state_row = load_state_rows(state_blocks, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
+    state_row = load_state_rows(state_pieces, channel, ROWS_PER_BLOCK, WIDTH, block_stride, used)
     place = position % WIDTH
     tl.store(memory + state_row + place, x, mask=used)
     for tap in tl.static_range(WIDTH - 1):

@@ -129,7 +129,7 @@ def decode_delta_net_kernel(
     out,  # [tokens, value heads * VALUE_DIM]
     row_stride,
     block_stride,
-    blocks_stride,
+    pieces_stride,
     eps,
     scale,
     beta_scale,
@@ -157,8 +157,8 @@ def decode_delta_net_kernel(
         VALUES: tl.constexpr = NUM_VALUE_HEADS * VALUE_DIM
         key_head = find_key_head(head, NUM_KEY_HEADS, NUM_VALUE_HEADS, TILED)
         row = projected + token.to(tl.int64) * row_stride
-        scan_blocks += sequence * blocks_stride
-        conv_blocks += sequence * blocks_stride
+        scan_blocks += sequence * pieces_stride
+        conv_blocks += sequence * pieces_stride
         key = tl.arange(0, KEY_BLOCK)
         value = tl.arange(0, VALUE_BLOCK)
         is_key = key < KEY_DIM
@@ -489,12 +489,12 @@ def scan_chunks_kernel(
     erased,
     log_decays,
     memory,
-    state_blocks,
+    state_pieces,
     query_start_loc,
     seq_lens,
     out,  # [tokens, value heads, VALUE_DIM]
     block_stride,
-    blocks_stride,
+    pieces_stride,
     first_sequence,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_VALUE_HEADS: tl.constexpr,
@@ -526,7 +526,7 @@ def scan_chunks_kernel(
         is_value = value < VALUE_DIM
         tile = is_key[:, None] & is_value[None, :]
         state_row = load_state_rows(
-            state_blocks + sequence * blocks_stride,
+            state_pieces + sequence * pieces_stride,
             head * KEY_DIM + key,
             SCAN_ROWS,
             VALUE_DIM,

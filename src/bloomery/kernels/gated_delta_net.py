@@ -72,7 +72,7 @@ def gated_delta_net_triton(
 ) -> torch.Tensor:
     """One kernel for the decodes, five for the prefill chunks."""
     metadata = states.metadata
-    views = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    views = view_states(states.memory, metadata.state_pieces, state_parts(spec))
     conv_view, scan_view = views
     values = spec.num_value_heads * spec.value_dim
     gates = (weights.decay, weights.dt_bias, weights.norm)
@@ -108,7 +108,7 @@ def gated_delta_net_reference(
 ) -> torch.Tensor:
     """The same as `gated_delta_net`, in torch, position by position."""
     metadata = states.metadata
-    conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    conv_view, scan_view = view_states(states.memory, metadata.state_pieces, state_parts(spec))
     sizes = recurrent_in_sizes(spec)
     *_, gate, beta, decay = projected.float().split(sizes, -1)
     qkv = projected[:, : sum(sizes[:3])]

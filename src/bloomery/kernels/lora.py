@@ -65,12 +65,17 @@ class AdapterBatch:
         """The slots as layers outside of the decoder layers see them."""
         return self.slots if self.changes_outer else None
 
+    @property
+    def has_one_row(self) -> bool:
+        """Whether the whole step, and not only what `select` has left of it, is one row."""
+        return self.all_slots is not None and len(self.all_slots) == 1
+
     def begin(self, slots: torch.Tensor | None) -> None:
         """Set the slots of a forward pass."""
         self.slots = slots
         self.all_slots = slots
         self._group_rows()
-        if slots is not None and len(slots) == 1 and self.shrunk is not None:
+        if self.has_one_row and self.shrunk is not None:
             self.shrunk.zero_()
 
     def select(self, rows: torch.Tensor | slice | None) -> None:
@@ -681,8 +686,6 @@ def lora_expand_kernel(
     first_part = tl.min(tl.where(is_output, part, 2147483647), 0)
     last_part = tl.max(part, 0)
     base = tl.zeros([BLOCK_OUT], tl.float32)
-    if HAS_START:
-        base = tl.load(start + output, mask=is_output, other=0.0).to(tl.float32)
     if GROUPED:
         slot = tl.max(matrix, 0).to(tl.int64)
         if (tl.max(row, 0) < 0) | (ACCUMULATES & (slot < 0)):
@@ -697,6 +700,8 @@ def lora_expand_kernel(
             own_bias = tl.load(bias + used_slot * bias_stride + output, mask=is_output, other=0.0)
             base += tl.where(slot >= 0, own_bias.to(tl.float32), 0.0)
         wait_for_previous(PDL)
+        if HAS_START:  # a kernel of the step may have written it
+            base += tl.load(start + output, mask=is_output, other=0.0).to(tl.float32)
         is_stored = row >= 0
         total = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32) + base[None, :]
         if ACCUMULATES:
@@ -722,6 +727,8 @@ def lora_expand_kernel(
         return
     if not HAS_EXPERTS:
         wait_for_previous(PDL)
+    if HAS_START:  # a kernel of the step may have written it
+        base += tl.load(start + output, mask=is_output, other=0.0).to(tl.float32)
     if not ACCUMULATES:  # noqa: SIM102 (one condition is constant)
         if tl.program_id(0) % PARALLEL == 0:
             is_free = (matrix < 0) & (row < num_rows)

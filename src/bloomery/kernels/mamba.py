@@ -103,14 +103,14 @@ def selective_scan_kernel(
     decay,
     skip,
     memory,
-    state_blocks,
+    state_pieces,
     query_start_loc,
     seq_lens,
     out,
     gate_stride,
     inner,
     block_stride,
-    blocks_stride,
+    pieces_stride,
     STATE_SIZE: tl.constexpr,
     SCAN_ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -131,7 +131,7 @@ def selective_scan_kernel(
         is_state = state < STATE_SIZE
         tile = used[:, None] & is_state[None, :]
         state_row = load_state_rows(
-            state_blocks + sequence * blocks_stride,
+            state_pieces + sequence * pieces_stride,
             channel,
             SCAN_ROWS,
             STATE_SIZE,

@@ -68,7 +68,7 @@ def mamba2_triton(
 ) -> torch.Tensor:
     """One kernel for the decodes, three for the prefill chunks."""
     metadata = states.metadata
-    conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    conv_view, scan_view = view_states(states.memory, metadata.state_pieces, state_parts(spec))
     inner = spec.num_heads * spec.head_dim
     vectors = (weights.decay, weights.dt_bias, weights.skip)
     conv = (weights.conv, weights.conv_bias)
@@ -94,7 +94,7 @@ def mamba2_reference(
 ) -> torch.Tensor:
     """The same as `mamba2`, in torch, position by position."""
     metadata = states.metadata
-    conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    conv_view, scan_view = view_states(states.memory, metadata.state_pieces, state_parts(spec))
     sizes = recurrent_in_sizes(spec)
     xbc = projected[:, sizes[0] : sum(sizes[:4])].float()
     dt = projected[:, sum(sizes[:4]) :].float()

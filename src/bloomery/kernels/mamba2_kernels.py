@@ -117,7 +117,7 @@ def decode_mamba2_kernel(
     out,  # [tokens, HEADS * HEAD_DIM]
     row_stride,
     block_stride,
-    blocks_stride,
+    pieces_stride,
     dt_scale,
     dt_least,
     dt_most,
@@ -142,8 +142,8 @@ def decode_mamba2_kernel(
     if has_token & (position >= 0):
         INNER: tl.constexpr = HEADS * HEAD_DIM
         row = projected + token.to(tl.int64) * row_stride + INNER
-        scan_blocks += sequence * blocks_stride
-        conv_blocks += sequence * blocks_stride
+        scan_blocks += sequence * pieces_stride
+        conv_blocks += sequence * pieces_stride
         index = tl.arange(0, HEAD_BLOCK)
         state = tl.arange(0, STATE_BLOCK)
         is_head = index < HEAD_DIM
@@ -256,13 +256,13 @@ def scan_mamba2_kernel(
     dt_bias,
     skip,
     memory,
-    state_blocks,
+    state_pieces,
     query_start_loc,
     seq_lens,
     out,
     row_stride,
     block_stride,
-    blocks_stride,
+    pieces_stride,
     first_sequence,
     dt_scale,
     dt_least,
@@ -295,7 +295,7 @@ def scan_mamba2_kernel(
         is_state = state < STATE_SIZE
         tile = is_state[:, None] & is_head[None, :]  # transposed, as the products take it
         state_row = load_state_rows(
-            state_blocks + sequence * blocks_stride,
+            state_pieces + sequence * pieces_stride,
             head * HEAD_DIM + index,
             SCAN_ROWS,
             STATE_SIZE,

@@ -132,13 +132,13 @@ def gather_decode_kernel(
         tl.store(batch_table + index, tl.load(row_table + index, mask=used, other=0), mask=used)
 
 
-def gather_state_blocks(
-    rows: torch.Tensor, state_blocks: torch.Tensor, pool: ThreadPool | None = None
+def gather_state_pieces(
+    rows: torch.Tensor, state_pieces: torch.Tensor, pool: ThreadPool | None = None
 ) -> torch.Tensor:
-    """rows [slots], state_blocks [tables, all rows, blocks] -> [tables, slots, blocks]."""
+    """rows [slots], state_pieces [tables, all rows, pieces] -> [tables, slots, pieces]."""
     if pool is not None:
-        return recurrent_ops.gather_state_blocks(pool, rows, state_blocks)
-    return state_blocks.index_select(1, rows)
+        return recurrent_ops.gather_state_pieces(pool, rows, state_pieces)
+    return state_pieces.index_select(1, rows)
 
 
 class MixedInputs(NamedTuple):

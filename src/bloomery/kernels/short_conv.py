@@ -50,7 +50,7 @@ def short_conv_triton(
 ) -> torch.Tensor:
     """One kernel for the decodes; prefill chunks use the convolution of the other mixers."""
     metadata = states.metadata
-    (view,) = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+    (view,) = view_states(states.memory, metadata.state_pieces, state_parts(spec))
     if metadata.num_decodes < len(metadata.seq_lens):
         b, c, x = projected.chunk(3, -1)
         heads = ConvHeads(0, -(-spec.size // CHANNELS), 0, CHANNELS)
@@ -89,12 +89,12 @@ def decode_short_conv_kernel(
     conv,  # [SIZE, WIDTH]
     conv_bias,  # [SIZE] or None
     memory,
-    state_blocks,
+    state_pieces,
     query_start_loc,
     seq_lens,
     out,  # [tokens, SIZE]
     block_stride,
-    blocks_stride,
+    pieces_stride,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     CONV_ROWS: tl.constexpr,
@@ -111,7 +111,7 @@ def decode_short_conv_kernel(
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         used = channel < SIZE
         row = projected + token.to(tl.int64) * (3 * SIZE) + channel
-        blocks = state_blocks + sequence * blocks_stride
+        blocks = state_pieces + sequence * pieces_stride
         y = convolve_history(
             conv, memory, blocks, channel, used, position, block_stride, WIDTH, CONV_ROWS
         )
@@ -144,7 +144,7 @@ def short_conv_reference(
     projected: torch.Tensor, spec: ShortConvSpec, weights: ShortConvWeights, states: LayerStates
 ) -> torch.Tensor:
     """The same as `short_conv`, in torch."""
-    (view,) = view_states(states.memory, states.metadata.state_blocks, state_parts(spec))
+    (view,) = view_states(states.memory, states.metadata.state_pieces, state_parts(spec))
     b, c, x = projected.float().chunk(3, -1)
     convolved = causal_conv_reference(b * x, weights.conv, weights.conv_bias, view, states.metadata)
     return (c * convolved).to(projected.dtype)

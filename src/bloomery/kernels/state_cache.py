@@ -6,9 +6,9 @@ many whole rows as fit:
 
     row r of a part lies in its block r // rows_per_block, from r % rows_per_block * width on
 
-The memory of a block of keys and values is in two places, so what is called a block here is half a
-block of the scheduler, or a piece of that half (cache_groups.StateLayout): `memory` has the first
-halves of all blocks, then all second halves. Other blocks of it hold the states of other layers.
+The memory of a block of the scheduler is in two places, so a block of `memory` is half of one, or a
+part of that half. cache_groups.StateLayout calls it a piece. `memory` has the first halves of all
+blocks of the scheduler, then all second halves. Some pieces hold the states of other layers.
 
 A sequence that computes its position 0 starts from zeros. What its blocks hold then is not read, so
 nobody has to clear them.
@@ -37,7 +37,7 @@ class RecurrentMetadata:
     num_decodes: int  # leading sequences with one new position
     query_start_loc: torch.Tensor  # [sequences + 1] index of each sequence's first new position
     seq_lens: torch.Tensor  # [sequences] positions once the new ones are computed
-    state_blocks: torch.Tensor  # [sequences, blocks of a state]
+    state_pieces: torch.Tensor  # [sequences, pieces of a state]: blocks of `memory`
     host_query_lens: tuple[int, ...] = ()
     host_seq_lens: tuple[int, ...] = ()
     # What is computed after this, from the states that this leaves, with the same positions. Those
@@ -138,16 +138,16 @@ def count_part_blocks(part: StatePart, block_values: int) -> int:
 
 
 def view_states(
-    memory: torch.Tensor, state_blocks: torch.Tensor, parts: Sequence[StatePart]
+    memory: torch.Tensor, state_pieces: torch.Tensor, parts: Sequence[StatePart]
 ) -> tuple[StateView, ...]:
-    """Divide the states of a layer into their parts; state_blocks [sequences, blocks of a state].
+    """Divide the states of a layer into their parts; state_pieces [sequences, pieces of a state].
 
-    A layer may need fewer blocks than a state has.
+    A layer may need fewer pieces than a state has.
     """
     views = []
     first = 0
     for part in parts:
         end = first + count_part_blocks(part, memory.shape[1])
-        views.append(StateView(memory, state_blocks[:, first:end], part))
+        views.append(StateView(memory, state_pieces[:, first:end], part))
         first = end
     return tuple(views)

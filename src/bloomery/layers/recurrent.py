@@ -56,8 +56,9 @@ class RecurrentBlock:
         projected = self.project_in(x, prologue)
         y = self.mixer(projected, states)
         for wave in states.metadata.later_waves:
-            # A decode kernel may read states while the kernel before it runs (kernels/launch.py),
-            # so an operation of torch must lie between two waves. It waits for both.
+            # Only deterministic mode has later waves, and only CPUs run it. A GPU would need the
+            # operation of torch between two waves: without it, the decode kernel of the second
+            # wave could read states before that of the first has written them (kernels/launch.py).
             is_later = wave.seq_lens[:, None] > 0
             later = self.mixer(projected, LayerStates(states.memory, wave))
             y = torch.where(is_later, later, y)
@@ -187,7 +188,7 @@ class MambaMixer:
     def __call__(self, projected: torch.Tensor, states: LayerStates) -> torch.Tensor:
         spec = self.spec
         metadata = states.metadata
-        conv_view, scan_view = view_states(states.memory, metadata.state_blocks, state_parts(spec))
+        conv_view, scan_view = view_states(states.memory, metadata.state_pieces, state_parts(spec))
         native = find_native_states(self.pool, projected, states)
         if native is not None and recurrent_ops.supports_width(spec.conv_width):
             return self._scan_natively(projected, native)
@@ -270,7 +271,7 @@ def find_native_states(
     start_loc = None
     if metadata.num_decodes < len(metadata.seq_lens):
         start_loc = metadata.query_start_loc
-    integers = (metadata.state_blocks, metadata.seq_lens, start_loc)
+    integers = (metadata.state_pieces, metadata.seq_lens, start_loc)
     if any(x is not None and x.dtype != torch.int64 for x in integers):
         return None
-    return NativeStates(states.memory, metadata.state_blocks, start_loc, metadata.seq_lens)
+    return NativeStates(states.memory, metadata.state_pieces, start_loc, metadata.seq_lens)

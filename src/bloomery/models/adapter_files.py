@@ -75,6 +75,10 @@ GATE_UP_LAYOUTS: tuple[Stored, ...] = (
 EXPERT_UP_LAYOUTS: tuple[Stored, ...] = (*GATE_UP_LAYOUTS, "up_proj")
 EXPERT_DOWN_LAYOUTS: tuple[Stored, ...] = ("down_proj", "w2")
 
+# Rows of a table that are compared with the base model's at a time. A whole table would need as
+# much memory of the device again. Chosen.
+COMPARED_IDS = 8192
+
 
 class LowRankPair(NamedTuple):
     """The matrices of one module; B has the scale in it."""
@@ -156,10 +160,6 @@ class AdapterConversion:
         memory = self.reader.memory
         values = self._convert_targets(memory.layers)
         outer_values = self._convert_targets(memory.outer)
-        changes_outer = bool(outer_values.any())
-        problem = memory.check_outer_memory() if changes_outer else None
-        if problem is not None:
-            raise refuse(self.path, problem)
         tables = {}
         for index, table_target in enumerate(memory.tables):
             table = self._convert_table(table_target)
@@ -175,9 +175,9 @@ class AdapterConversion:
         )
         if not num_targets:
             raise refuse(self.path, "the file has no LoRA matrices; save the adapter again")
-        return ConvertedAdapter(
+        adapter = ConvertedAdapter(
             values,
-            outer_values if changes_outer else None,
+            outer_values if bool(outer_values.any()) else None,
             tables,
             self.largest_rank,
             num_targets,
@@ -185,6 +185,10 @@ class AdapterConversion:
                 self.num_values["matrices"], self.num_values["experts"], self.num_values["head"]
             ),
         )
+        problem = memory.check_outer_memory(adapter)
+        if problem is not None:
+            raise refuse(self.path, problem)
+        return adapter
 
     def _convert_targets(self, memory: SlotMemory) -> torch.Tensor:
         """Lay out the matrices of these targets: [values of a slot]."""
@@ -488,13 +492,11 @@ class AdapterConversion:
         table = table[tables.first_id : tables.first_id + tables.num_ids]
         own = table.to(self.reader.memory.dtype)
         ids = torch.arange(tables.num_ids, device=self.reader.memory.device)
-        unchanged = bool((target.matrix.gather(ids).to(own.dtype).cpu() == own).all())
-        if unchanged:
-            return None
-        problem = self.reader.memory.check_table_memory(target)
-        if problem is not None:
-            raise refuse(self.path, problem)
-        return own
+        unchanged = all(
+            torch.equal(target.matrix.gather(some_ids).to(own.dtype).cpu(), own_rows)
+            for some_ids, own_rows in zip(ids.split(COMPARED_IDS), own.split(COMPARED_IDS))
+        )
+        return None if unchanged else own
 
 
 class ArrangedLayer:

@@ -19,19 +19,24 @@ from math import prod
 
 import torch
 
-from bloomery.adapter_sizes import NO_VALUES, AdapterValues, align, pad_rank
-from bloomery.kernels.lora import (
-    MAX_PARALLEL_ROWS,
-    MAX_SPLITS,
-    SHRUNK_COPIES,
-    AdapterBatch,
-    count_splits,
+from bloomery.adapter_sizes import (
+    NO_VALUES,
+    AdaptedLinear,
+    AdapterValues,
+    align,
+    count_step_bytes,
+    pad_rank,
 )
+from bloomery.kernels.lora import SHRUNK_COPIES, AdapterBatch
 from bloomery.layout import UNSHARDED, WeightShard
 from bloomery.models.adapter_staging import StagingRing
 from bloomery.quant.base import PreparedWeight
 from bloomery.quant.lora import EmbeddingAdapters, LinearAdapters, TableAdapters
 from bloomery.spec import AttentionSpec, FusedTensor, RecurrentSpec, SplitTensors
+
+# Bytes of GPU memory that must be left beside what adapters need outside of the decoder layers.
+# Steps with them compute some logits twice and have CUDA graphs of their own. Chosen.
+OUTER_MARGIN_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -96,11 +101,21 @@ class SlotMemory:
     def nbytes(self) -> int:
         return 0 if self.values is None else self.values.nbytes
 
+    @property
+    def is_allocated(self) -> bool:
+        return self.values is not None
+
     def allocate(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the block, once every target is known."""
         self.values = torch.zeros(num_slots, self.slot_size(), dtype=dtype, device=device)
         for target, matrices in zip(self.targets, self.split(self.values)):
             target.adapters.bind(*matrices)
+
+    def release(self) -> None:
+        """Free the block."""
+        self.values = None
+        for target in self.targets:
+            target.adapters.matrices = None
 
     def slot_size(self) -> int:
         """The number of values in one slot."""
@@ -139,6 +154,8 @@ class AdapterMemory:
         self.embeddings: list[EmbeddingAdapters] = []
         self.tables: list[TableTarget] = []
         self.outer_slots: set[int] = set()  # whose adapters change anything outside of the layers
+        # Memory outside of the decoder layers that an adapter in a slot has needed.
+        self.used_parts: set[SlotMemory | TableAdapters] = set()
         self.staging: StagingRing | None = None  # None: on a CPU
 
     # ---- registration, while the model is loaded ----
@@ -239,75 +256,77 @@ class AdapterMemory:
             layer.shrunk = values.view(SHRUNK_COPIES, -1)
 
     def step_bytes(self, num_tokens: int) -> int:
-        """The bytes that the adapters of a step of that many tokens take besides the base model."""
-        # The head has the most outputs, but it runs for the last tokens of sequences only.
-        inner = [target.adapters for target in self.layers.targets]
-        most_outputs = max((len(adapters.row_parts) for adapters in inner), default=0)
-        width = max((adapters.num_parts for adapters in inner), default=0) * self.padded_rank
-        most_splits = max((count_splits(1, adapters.inputs) for adapters in inner), default=0)
-        partial_sums = max(
-            num_tokens * MAX_SPLITS, min(num_tokens, MAX_PARALLEL_ROWS) * most_splits
-        )
-        return num_tokens * most_outputs * self.dtype.itemsize + partial_sums * width * 4
+        """Bytes that the adapters of a large step take besides the base model."""
+        layers = [target.adapters for target in self.layers.targets]
+        linears = [
+            AdaptedLinear(layer.num_parts, len(layer.row_parts), layer.inputs) for layer in layers
+        ]
+        return count_step_bytes(linears, num_tokens, self.padded_rank, self.dtype.itemsize)
 
-    def check_outer_memory(self) -> str | None:
-        """Return why there is no room for the targets outside of the decoder layers, if so."""
-        if self.outer.values is not None:
-            return None
-        return self._check_room(
-            self.num_slots * self.outer.slot_size(), "it changes the embedding or the head"
-        )
+    def check_outer_memory(self, adapter: ConvertedAdapter) -> str | None:
+        """Return why there is no room for what the adapter needs and no earlier one did, if so.
 
-    def check_table_memory(self, target: TableTarget) -> str | None:
-        """Return why there is no room for the tables of all slots, if so."""
-        tables = target.tables
-        if tables.tables is not None:
+        That are the low-rank targets outside of the decoder layers and whole tables, in all slots.
+        """
+        missing = [part for part in self._outer_parts(adapter) if not part.is_allocated]
+        if not missing or self.device.type != "cuda":
             return None
-        return self._check_room(
-            self.num_slots * tables.num_ids * tables.width, f"it has a whole table of {target.name}"
-        )
-
-    def _check_room(self, num_values: int, purpose: str) -> str | None:
-        """Return why that many values cannot be allocated, if so."""
-        if self.device.type != "cuda":
-            return None
+        num_values = self.num_slots * sum(part.slot_size() for part in missing)
         needed = num_values * self.dtype.itemsize
         free, _ = torch.cuda.mem_get_info(self.device)
-        if needed <= free:
+        if needed + OUTER_MARGIN_BYTES <= free:
             return None
         return (
-            f"{purpose}, for which {self.num_slots} slots need {needed / 2**30:.1f} GiB, and "
+            f"it changes the embedding or the head, for which {self.num_slots} slots need "
+            f"{needed / 2**30:.1f} GiB and steps {OUTER_MARGIN_BYTES / 2**30:.1f} GiB, and "
             f"{free / 2**30:.1f} GiB are free; start the server with a lower "
             "--gpu-memory-utilization or with fewer --max-loras"
         )
 
-    def allocate_outer(self, adapter: ConvertedAdapter) -> bool:
+    def allocate_outer(self, adapter: ConvertedAdapter) -> None:
         """Allocate what an adapter needs outside of the decoder layers and no earlier one did.
 
-        Returns whether memory was allocated. Captured steps with such adapters do not know it.
+        If there is no memory for all of it, none is allocated.
         """
-        is_first = False
-        if adapter.outer_values is not None and self.outer.values is None:
-            self.outer.allocate(self.num_slots, self.dtype, self.device)
+        missing = [part for part in self._outer_parts(adapter) if not part.is_allocated]
+        try:
+            for part in missing:
+                part.allocate(self.num_slots, self.dtype, self.device)
+        except Exception:
+            for part in missing:
+                part.release()
+            raise
+        if self.outer in missing:
             for embedding in self.embeddings:
                 low_rank = embedding.linear.matrices
                 assert low_rank is not None
                 embedding.lookup = view_lookup(low_rank.a)
-            is_first = True
-        for index in adapter.tables:
-            tables = self.tables[index].tables
-            if tables.tables is None:
-                tables.allocate(self.num_slots, self.dtype, self.device)
-                is_first = True
-        return is_first
+
+    def note_outer(self, adapter: ConvertedAdapter) -> bool:
+        """Note that steps read what the adapter needs outside of the decoder layers.
+
+        Returns whether it is the first adapter to need some of it. Captured steps with such
+        adapters do not know that memory.
+        """
+        new_parts = set(self._outer_parts(adapter)) - self.used_parts
+        self.used_parts |= new_parts
+        return bool(new_parts)
+
+    def _outer_parts(self, adapter: ConvertedAdapter) -> list[SlotMemory | TableAdapters]:
+        """Return whose memory an adapter needs outside of the decoder layers."""
+        parts: list[SlotMemory | TableAdapters] = []
+        if adapter.outer_values is not None:
+            parts.append(self.outer)
+        return parts + [self.tables[index].tables for index in adapter.tables]
 
     def load(self, slot: int, adapter: ConvertedAdapter) -> bool:
         """Copy an adapter into a slot, before anything that is queued later.
 
-        Returns whether memory was allocated for it: see `allocate_outer`.
+        Returns whether captured steps do not know its memory: see `note_outer`.
         """
         assert self.layers.values is not None
-        is_first = self.allocate_outer(adapter)
+        self.allocate_outer(adapter)
+        is_first = self.note_outer(adapter)
         self._copy(adapter.values, self.layers.values[slot])
         if self.outer.values is not None:
             if adapter.outer_values is None:

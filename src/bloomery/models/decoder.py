@@ -447,9 +447,14 @@ class Decoder:
         """Project a pooled state [hidden] to the width of the embeddings, if the model does so."""
         if self.project_out is None:
             return state
-        if self.adapter_memory is not None:
-            self.adapter_memory.batch.begin(None)  # adapters do not change this projection
-        return self.project_out(state[None].to(self.dtype))[0].float()
+        batch = None if self.adapter_memory is None else self.adapter_memory.batch
+        slots = None if batch is None else batch.slots
+        if batch is not None:
+            batch.begin(None)  # adapters do not change this projection
+        features = self.project_out(state[None].to(self.dtype))[0].float()
+        if batch is not None:
+            batch.begin(slots)  # the logits of other requests in the step come next
+        return features
 
     def logits(self, hidden: torch.Tensor, as_float32: bool = True) -> torch.Tensor:
         """[n, hidden] -> [n, vocab]; call it only for positions whose logits are needed.

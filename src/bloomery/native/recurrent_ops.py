@@ -36,18 +36,18 @@ def supports_heads(*sizes: int) -> bool:
     return max(sizes) <= MAX_HEAD
 
 
-def gather_state_blocks(
-    pool: ThreadPool, rows: torch.Tensor, state_blocks: torch.Tensor
+def gather_state_pieces(
+    pool: ThreadPool, rows: torch.Tensor, state_pieces: torch.Tensor
 ) -> torch.Tensor:
-    """rows [slots] int32, state_blocks [tables, all rows, blocks] -> [tables, slots, blocks]."""
-    num_tables, num_rows, width = state_blocks.shape
+    """rows [slots] int32, state_pieces [tables, all rows, pieces] -> [tables, slots, pieces]."""
+    num_tables, num_rows, width = state_pieces.shape
     count = len(rows)
     out = pool.empty((num_tables, count, width), torch.int64)
     pool.library.native_gather_states(
         pool.handle,
         data_pointer(rows),
         count,
-        data_pointer(state_blocks),
+        data_pointer(state_pieces),
         num_tables,
         num_rows,
         width,

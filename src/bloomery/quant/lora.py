@@ -128,9 +128,12 @@ class LinearAdapters:
         return y, added
 
     def fused(self) -> FusedLora | None:
-        """Return the adapter of a step of one row for a fused kernel, if one may take it."""
+        """Return the adapter of a step of one row for a fused kernel, if one may take it.
+
+        If the last layer keeps one row of a larger step, none may: `shrunk` has old values then.
+        """
         slots = self.batch.slots
-        if slots is None or len(slots) != 1 or self.matrices is None:
+        if slots is None or not self.batch.has_one_row or self.matrices is None:
             return None
         if self.shrunk is None or self.num_experts > 1:
             return None
@@ -162,11 +165,24 @@ class TableAdapters:
         self.tables: torch.Tensor | None = None  # [slots, ids, width]
         self.active: torch.Tensor | None = None  # [slots] int32: whether the slot has a table
 
+    @property
+    def is_allocated(self) -> bool:
+        return self.tables is not None
+
+    def slot_size(self) -> int:
+        """The number of values in one slot."""
+        return self.num_ids * self.width
+
     def allocate(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate a table for every slot."""
         shape = (num_slots, self.num_ids, self.width)
         self.tables = torch.zeros(shape, dtype=dtype, device=device)
         self.active = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def release(self) -> None:
+        """Free the tables."""
+        self.tables = None
+        self.active = None
 
     def replace_embeddings(
         self, token_ids: torch.Tensor, x: torch.Tensor, pool: ThreadPool | None

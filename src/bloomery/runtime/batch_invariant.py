@@ -201,9 +201,9 @@ class BatchInvariantForward:
         waves = [self._pad_tile(wave, 0) for wave in waves]
         tile_states = []
         for table, null_state in zip(states, self.null_states, strict=True):
-            blocks = self._pad_tile(table.state_blocks[sequence], 0)
+            pieces = self._pad_tile(table.state_pieces[sequence], 0)
             first_wave, *later_waves = [
-                single_steps(wave, blocks.where(wave[:, None] > 0, null_state)) for wave in waves
+                single_steps(wave, pieces.where(wave[:, None] > 0, null_state)) for wave in waves
             ]
             tile_states.append(replace(first_wave, later_waves=tuple(later_waves)))
         return tuple(tile_states)
@@ -215,11 +215,11 @@ class BatchInvariantForward:
         return F.pad(values, padding, value=fill)
 
 
-def single_steps(seq_lens: torch.Tensor, state_blocks: torch.Tensor) -> RecurrentMetadata:
-    """Every position as a sequence of its own: seq_lens [n], state_blocks [n, pieces]."""
+def single_steps(seq_lens: torch.Tensor, state_pieces: torch.Tensor) -> RecurrentMetadata:
+    """Every position as a sequence of its own: seq_lens [n], state_pieces [n, pieces]."""
     count = len(seq_lens)
     starts = torch.arange(count + 1, dtype=seq_lens.dtype, device=seq_lens.device)
-    return RecurrentMetadata(count, starts, seq_lens, state_blocks.contiguous())
+    return RecurrentMetadata(count, starts, seq_lens, state_pieces.contiguous())
 
 
 def find_batch_invariant_tile(

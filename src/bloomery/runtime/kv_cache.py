@@ -236,7 +236,7 @@ def scratch_states(
         num_decodes=list(query_lens).count(1),
         query_start_loc=upload([0, *accumulate(query_lens)], device, dtype),
         seq_lens=upload(list(query_lens), device, dtype),
-        state_blocks=torch.arange(num_blocks, dtype=dtype, device=device).view(num_sequences, -1),
+        state_pieces=torch.arange(num_blocks, dtype=dtype, device=device).view(num_sequences, -1),
         host_query_lens=tuple(query_lens),
         host_seq_lens=tuple(query_lens),
     )

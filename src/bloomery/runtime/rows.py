@@ -32,7 +32,7 @@ class RequestRow:
     request: NewRequestData
     block_tables: list[list[int]] = field(default_factory=list)  # as the kernels count blocks
     # Pieces of its recurrent states, for each table of them (cache_groups.StateLayout).
-    state_blocks: list[list[int]] = field(default_factory=list)
+    state_pieces: list[list[int]] = field(default_factory=list)
     num_uploaded_blocks: int = 0  # blocks of each table that the device knows
     pooled_sum: torch.Tensor | None = None  # [hidden] for mean pooling, see pooling.py
 
@@ -121,7 +121,7 @@ class RequestRows:
             null_state = states.divide_blocks([null_block] * states.num_blocks, null_block + 1)
             null_pieces = torch.tensor(null_state, dtype=dtype)[:, None]
             # [tables, rows, pieces]
-            self.state_blocks = null_pieces.repeat(1, num_rows, 1).to(device)
+            self.state_pieces = null_pieces.repeat(1, num_rows, 1).to(device)
         self.new_states: dict[int, RequestRow] = {}  # rows whose states are not uploaded, by index
 
     def add(self, sequence: int, request: NewRequestData) -> RequestRow:
@@ -130,14 +130,14 @@ class RequestRows:
         row.block_tables = [[] for _ in self.tables]
         if self.states is not None:
             num_blocks = self.null_block + 1
-            row.state_blocks = self.states.divide_blocks(request.state_blocks, num_blocks)
+            row.state_pieces = self.states.divide_blocks(request.state_blocks, num_blocks)
             self.new_states[row.index] = row
         self.by_sequence[sequence] = row
         return row
 
     def null_states(self) -> list[torch.Tensor]:
         """The pieces [pieces] of the padding row's state, for each table of states."""
-        return [] if self.states is None else list(self.state_blocks[:, self.padding_row])
+        return [] if self.states is None else list(self.state_pieces[:, self.padding_row])
 
     def append_blocks(self, sequence: int, blocks: Sequence[int]) -> RequestRow:
         """Extend the block tables of a request; `upload_new_blocks` sends them to the device.
@@ -223,13 +223,13 @@ class RequestRows:
         self.block_tables.view(-1)[places] = blocks.to(self.block_tables.dtype)
 
     def _upload_new_states(self) -> None:
-        """Write the blocks of the states of new requests."""
+        """Write the pieces of the states of new requests."""
         indices = list(self.new_states)
-        entries = [row.state_blocks for row in self.new_states.values()]
+        entries = [row.state_pieces for row in self.new_states.values()]
         self.new_states.clear()
-        device = self.state_blocks.device
-        blocks = upload(entries, device, self.state_blocks.dtype)  # [rows, tables, pieces]
-        self.state_blocks[:, upload(indices, device).long()] = blocks.transpose(0, 1)
+        device = self.state_pieces.device
+        pieces = upload(entries, device, self.state_pieces.dtype)  # [rows, tables, pieces]
+        self.state_pieces[:, upload(indices, device).long()] = pieces.transpose(0, 1)
 
     def set_last_tokens(
         self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bloomery.attention.base import AttentionMetadata, build_step_tensors, upload
-from bloomery.kernels.rows import gather_decode_inputs, gather_mixed_inputs, gather_state_blocks
+from bloomery.kernels.rows import gather_decode_inputs, gather_mixed_inputs, gather_state_pieces
 from bloomery.kernels.state_cache import RecurrentMetadata
 from bloomery.messages import ScheduledRequest
 from bloomery.runtime.rows import PlacedRequest, RequestRow, RequestRows
@@ -138,18 +138,18 @@ def build_host_states(
     """Describe a host-built step to the recurrent layers of each table of states."""
     if rows.states is None:
         return ()
-    entries = [row.state_blocks for _, row in placed]  # [sequences, tables, pieces]
-    blocks = upload(entries, layout.seq_lens.device, layout.seq_lens.dtype)
+    entries = [row.state_pieces for _, row in placed]  # [sequences, tables, pieces]
+    pieces = upload(entries, layout.seq_lens.device, layout.seq_lens.dtype)
     return tuple(
         RecurrentMetadata(
             num_decodes=layout.num_decodes,
             query_start_loc=layout.query_start_loc,
             seq_lens=layout.seq_lens,
-            state_blocks=table_blocks.contiguous(),
+            state_pieces=table_pieces.contiguous(),
             host_query_lens=layout.host_query_lens,
             host_seq_lens=layout.host_seq_lens,
         )
-        for table_blocks in blocks.unbind(1)
+        for table_pieces in pieces.unbind(1)
     )
 
 
@@ -425,15 +425,15 @@ class StepBuffers:
         if rows.states is None:
             return ()
         batch_rows = sequence_rows[0] if len(sequence_rows) == 1 else torch.cat(sequence_rows)
-        blocks = gather_state_blocks(batch_rows, rows.state_blocks, rows.pool)
+        pieces = gather_state_pieces(batch_rows, rows.state_pieces, rows.pool)
         return tuple(
             RecurrentMetadata(
                 num_decodes=layout.num_decodes,
                 query_start_loc=layout.query_start_loc,
                 seq_lens=layout.seq_lens,
-                state_blocks=table_blocks,
+                state_pieces=table_pieces,
             )
-            for table_blocks in blocks.unbind(0)
+            for table_pieces in pieces.unbind(0)
         )
 
     def _layout_tables(

@@ -88,7 +88,8 @@ log = logging.getLogger("bloomery.worker")
 # Every eighth shape is tried first, to find the kernels that must be compiled. Neighbouring shapes
 # mostly use the same kernels.
 TRIED_SHAPE_STRIDE = 8
-TRIAL_SECONDS = 0.2  # in which a busy engine runs a step. Chosen
+# An engine is idle if it queues no step for so long while the device has nothing to do. Chosen.
+IDLE_SECONDS = 0.2
 # Bytes of GPU memory (1.25 GiB) for the driver's part of CUDA graphs and for libraries.
 GRAPH_OVERHEAD_BYTES = 5 << 28
 
@@ -486,16 +487,18 @@ class Worker:
     def _prepare_adapter(self, adapter: ConvertedAdapter) -> None:
         """Prepare for the first adapter with an embedding or a head of its own.
 
-        Called on the thread that reads adapters. Steps without such adapters keep their graphs.
-        Steps with them launch some kernels for the first time. These are compiled here, because
-        running streams would wait for that. The graphs are captured like those of other new shapes.
-        Tensor parallel ranks do all of it in the step that needs the adapter, at the same time.
+        Called on the thread that reads adapters. If there is no memory, only this adapter fails.
+        Steps without such adapters keep their graphs. Steps with them launch some kernels for the
+        first time. These are compiled here, because running streams would wait for that. The graphs
+        are captured like those of other new shapes. Tensor parallel ranks compile and capture in
+        the step that needs the adapter, at the same time.
         """
         memory = self.decoder.adapter_memory
-        if memory is None or self.mesh.group.size > 1:
+        if memory is None:
             return
         with self.step_lock, torch.inference_mode():
-            if not memory.allocate_outer(adapter):
+            memory.allocate_outer(adapter)
+            if self.mesh.group.size > 1 or not memory.note_outer(adapter):
                 return
             self.runner.work_runner.forget_outer()
             shapes = self.runner.list_outer_shapes()[::TRIED_SHAPE_STRIDE]
@@ -503,15 +506,24 @@ class Worker:
             self.kernel_trial = trial
         while trial.shapes:
             num_shapes = len(trial.shapes)
-            time.sleep(TRIAL_SECONDS)
-            if len(trial.shapes) == num_shapes:
+            is_busy = self._is_device_busy()
+            time.sleep(IDLE_SECONDS)
+            if not is_busy and len(trial.shapes) == num_shapes:
                 break  # no step has run, so no stream would wait for the compiler either
         with self.step_lock:
             self.kernel_trial = None
             self.runner.release_incomplete_graphs()
         if trial.missing:
-            torch.cuda.set_device(self.device)  # of this thread
+            if self.device.index is not None:
+                torch.cuda.set_device(self.device)  # of this thread
             compile_kernels(trial.missing)
+
+    def _is_device_busy(self) -> bool:
+        """Whether a GPU has not ended the steps that were queued."""
+        if self.device.type != "cuda":
+            return False
+        with self.step_lock:
+            return not torch.cuda.current_stream(self.device).query()
 
     def _try_kernels(self) -> None:
         """Find the missing kernels of one shape, while the device is busy with a step."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+import torch
+
 from bloomery.adapter_sizes import AdapterValues
 from bloomery.errors import InvalidRequest
 from bloomery.messages import AdapterInfo
@@ -61,6 +63,12 @@ class WorkerAdapters:
             self.prepare(adapter)
         except InvalidRequest:
             raise
+        except torch.OutOfMemoryError as error:
+            raise InvalidRequest(
+                f"{path}: there is no memory for the adapter's embedding or head ({error}); start "
+                "the server with a lower --gpu-memory-utilization or with fewer --max-loras",
+                "model",
+            ) from error
         except Exception as error:
             log.exception("adapter %s could not be read", name)
             raise InvalidRequest(
@@ -78,7 +86,7 @@ class WorkerAdapters:
     def fill_slot(self, slot: int, name: str) -> bool:
         """Copy an adapter into a device slot, counted from 0.
 
-        Returns whether memory was allocated for it, which captured steps do not know.
+        Returns whether captured steps do not know its memory: see AdapterMemory.note_outer.
         """
         with self.lock:
             adapter = self.adapters[name]
