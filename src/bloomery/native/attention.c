@@ -103,7 +103,8 @@ static void find_keys(const Attention *a, const int64_t *table, long from, long 
         for (long p = first < from ? from : first; p < end && p < to; p++)
             indices[count++] = cache_index(&a->cache, slot + p, kv_head, false);
     }
-    for (; count % 8; count++) indices[count] = indices[count - 1];
+    long padded = (count + 7) / 8 * 8, last = count ? indices[count - 1] : 0;
+    while (count < padded) indices[count++] = last;
 }
 
 INLINE void compute_scores(const DecodeHeads *u, const int heads, const int dim,

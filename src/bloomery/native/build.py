@@ -105,6 +105,12 @@ KERNEL_VARIANTS = (
         ),
         "x86_64_v4+avx512vnni",
     ),
+    KernelVariant(  # processors of laptops without AVX-512
+        "avxvnni",
+        "x86_64",
+        ("avx2", "bmi2", "f16c", "fma", "movbe", "avx_vnni"),
+        "x86_64_v3+avxvnni",
+    ),
     KernelVariant("avx2", "x86_64", ("avx2", "bmi2", "f16c", "fma", "movbe"), "x86_64_v3"),
     KernelVariant("dotprod", "aarch64", ("asimd", "asimddp", "atomics"), "generic+dotprod+lse"),
     KernelVariant("neon", "aarch64", ("asimd",), "generic"),
