@@ -264,10 +264,10 @@ class Worker:
         tune_backend(self.backend, specs, self.dtype, self.kv_cache_dtype, self.device)
 
     def _select_kv_cache_dtype(self) -> torch.dtype:
-        """GGUF products round their inputs to 8 bits, so a float16 KV cache loses nothing."""
+        """Weights of few bits are less exact than a float16 KV cache, so that loses nothing."""
         plan = self.plan
-        rounds_inputs = plan.kind == "gguf" and plan.quantization == "auto"
-        prefer_float16 = rounds_inputs and self.backend.capabilities().float16_kv_cache
+        is_quantized = plan.kind == "gguf" or plan.quantization != "auto"
+        prefer_float16 = is_quantized and self.backend.capabilities().float16_kv_cache
         return resolve_kv_cache_dtype(plan.kv_cache_dtype, self.dtype, prefer_float16)
 
     def _allocate_kv_cache(self) -> KvCacheSize:
