@@ -106,3 +106,15 @@ def test_tables_are_compared_with_those_of_the_base_model_in_parts(
         tensors[name][-1] += int(is_changed)
         save_file(tensors, path)
         assert (1 in reader.read(str(tmp_path / "both")).tables) == is_changed
+
+
+def test_a_part_of_a_table_is_kept_whatever_it_holds(reader: AdapterReader, tmp_path: Path) -> None:
+    """Otherwise the ranks of a group, which hold different parts, could run different steps."""
+    path = tmp_path / "both" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    (name,) = (name for name in tensors if "lm_head" in name)
+    head = reader.memory.tables[1]
+    tensors[name] = head.matrix.gather(torch.arange(head.tables.num_ids)).clone()
+    save_file(tensors, path)
+    head.tables.num_ids -= 1
+    assert 1 in reader.read(str(tmp_path / "both")).tables
