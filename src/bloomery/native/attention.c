@@ -82,10 +82,11 @@ static const f32x8 STEPS = {0, 1, 2, 3, 4, 5, 6, 7};
 // ---- decode: one query, of a few heads that share their keys -----------------------------------
 
 #define SHARED_HEADS 4  // that read the keys and values of a sequence together
+#define KEYS_AHEAD 32   // keys and values requested before they are read: they lie far apart
 
 typedef struct {
     const Attention *a;
-    const long *indices;  // of the keys that are seen; the last one repeats up to a multiple of 8
+    const long *indices;  // of the keys that are seen, then the last one a few times more
     long count, position, first_position;  // keys; the position of the query, and of the first key
     int head;                              // the first of the heads
     const float *q;                        // [heads, dim]
@@ -103,8 +104,14 @@ static void find_keys(const Attention *a, const int64_t *table, long from, long 
         for (long p = first < from ? from : first; p < end && p < to; p++)
             indices[count++] = cache_index(&a->cache, slot + p, kv_head, false);
     }
-    long padded = (count + 7) / 8 * 8, last = count ? indices[count - 1] : 0;
+    long padded = (count + 7) / 8 * 8 + KEYS_AHEAD, last = count ? indices[count - 1] : 0;
     while (count < padded) indices[count++] = last;
+}
+
+// Requests `count` elements of a key or value from element `index` on.
+INLINE void prefetch_elements(const Attention *a, long index, int count, const CacheKind kind) {
+    const char *at = a->cache.values + index * element_bytes(kind);
+    for (long i = 0; i < count * element_bytes(kind); i += 64) __builtin_prefetch(at + i);
 }
 
 INLINE void compute_scores(const DecodeHeads *u, const int heads, const int dim,
@@ -114,6 +121,7 @@ INLINE void compute_scores(const DecodeHeads *u, const int heads, const int dim,
         f32x8 t[SHARED_HEADS][8], scale = broadcast8(a->scale);
         for (int i = 0; i < 8; i++) {
             const char *k = a->cache.values + u->indices[p + i] * element_bytes(kind);
+            prefetch_elements(a, u->indices[p + i + KEYS_AHEAD], dim, kind);
             f32x8 even[SHARED_HEADS], odd[SHARED_HEADS];
             for (int h = 0; h < heads; h++) even[h] = odd[h] = broadcast8(0);
             int d = 0;
@@ -161,6 +169,8 @@ INLINE void mix_values(const DecodeHeads *u, const float *inverse, float *out, i
     for (long p = 0; p < u->count; p++) {
         long index = u->indices[p] + a->cache.value_offset;
         const char *value = a->cache.values + index * element_bytes(kind);
+        prefetch_elements(a, u->indices[p + KEYS_AHEAD] + a->cache.value_offset + first,
+                          8 * vectors, kind);
         float scale = kind == CACHE_INT8 ? *cache_scale(&a->cache, index) : 1.0f;
         f32x8 values[8];
         for (int v = 0; v < vectors; v++) values[v] = load_cache8(kind, value, first + 8 * v);
@@ -179,7 +189,8 @@ INLINE void attend_decode_heads(const DecodeHeads *u, float *out, const int head
                                 const CacheKind kind) {
     const Attention *a = u->a;
     // As many as registers hold sums for: AVX-512 has 32.
-    const int vectors = heads == 1 ? 8 : heads == 2 || PANEL == 16 ? 4 : 2;
+    const int most_vectors = PANEL == 16 ? 16 : 8;
+    const int vectors = heads <= most_vectors / 8 ? 8 : heads <= most_vectors / 4 ? 4 : 2;
     float inverse[SHARED_HEADS];
     int d = 0;
     if (a->dim == 64) compute_scores(u, heads, 64, kind);
@@ -203,8 +214,10 @@ INLINE void attend_decode_kind(const DecodeHeads *u, float *out, int heads, cons
     }
 }
 
-// The most positions that a decode request can see, rounded up as find_keys and softmax need it.
-static inline long most_keys(const Attention *a) { return (a->width * a->block_size + 15) / 8 * 8; }
+// The most positions that a decode request can see, and what find_keys and softmax add.
+static inline long most_keys(const Attention *a) {
+    return (a->width * a->block_size + 7) / 8 * 8 + KEYS_AHEAD;
+}
 
 static size_t decode_bytes(const Attention *a) {
     return most_keys(a) * (sizeof(long) + SHARED_HEADS * sizeof(float));
