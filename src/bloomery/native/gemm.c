@@ -132,15 +132,17 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
             top = max8(top, abs8(v[i]));
         }
         float largest = reduce_max8(top), inverse = largest > 0 ? LARGEST_ACTIVATION / largest : 0.0f;
-        i32x8 total[2] = {{0}, {0}};
+        i32x8 q[4], upper[4];
         for (int i = 0; i < 4; i++) {
-            i32x8 q = (i32x8)(v[i] * broadcast8(inverse) + magic) - 0x4B400000;
-            total[i / 2] += q;
-            i32x8 upper = PLANES == 2 ? (q + 64) >> 7 : q;
-            if (PLANES == 2) store_signed8(q - (upper << 7), low + 8 * i);
-            store_signed8(upper, high + 8 * i);
+            q[i] = (i32x8)(v[i] * broadcast8(inverse) + magic) - 0x4B400000;
+            upper[i] = PLANES == 2 ? (q[i] + 64) >> 7 : q[i];
         }
-        int32_t first = reduce_ints8(total[0]), second = reduce_ints8(total[1]);
+        store_signed32(upper, high);
+        int32_t first = reduce_ints8(q[0] + q[1]), second = reduce_ints8(q[2] + q[3]);
+        if (PLANES == 2) {
+            for (int i = 0; i < 4; i++) q[i] -= upper[i] << 7;
+            store_signed32(q, low);
+        }
         offsets[2 * b] = -128 * first;
         offsets[2 * b + 1] = -128 * second;
         scales[b] = largest / LARGEST_ACTIVATION;
@@ -153,6 +155,7 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
 #define TILE 6
 // Processors fetch less far ahead on their own.
 #define PREFETCH_BYTES 4096
+#define PREFETCH_ROWS 2  // of activations: a product with more takes longer than its weights
 
 INLINE void prefetch_codes(const uint8_t *at, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch(at + PREFETCH_BYTES + i);
@@ -180,7 +183,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
     const int32_t *offset = x->offsets + 2 * row * x->blocks;
     for (long b = 0; b < x->blocks; b++, w += step, offset += 2) {
         PanelFloats d, m = broadcast_float(0), d2 = broadcast_float(0);
-        if (count <= 2) prefetch_codes(w, step);  // more rows take longer than the memory
+        if (count <= PREFETCH_ROWS) prefetch_codes(w, step);
         if ((scales == SUPER || scales == HALF_BLOCK) && b % 8 == 0) {
             super = load_halfs(w) * broadcast_float(super_unit(kind));
             if (scales == SUPER) lowest = -load_halfs(w + 2 * PANEL);
@@ -454,13 +457,14 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
                         (float *)(ctx->scratch + (prepared_bytes(a) + 63) / 64 * 64));
     }
     for (; more; first = next_first, end = next_end) {
-        more = next_shrinking_chunk(ctx, units, &next_first, &next_end);
+        bool ahead = a->rows <= PREFETCH_ROWS;  // else the threads would not end together
+        if (ahead) more = next_shrinking_chunk(ctx, units, &next_first, &next_end);
         for (long unit = first; unit < end; unit++) {
             long i = unit % panels, top = unit / panels * ROW_CHUNK;
             long bottom = top + ROW_CHUNK < a->rows ? top + ROW_CHUNK : a->rows;
             PanelView left = panel_at(m, i), right = left;
             if (gated) right = panel_at(m, i + panels);
-            if (more && unit == end - 1) prefetch_panel(m, next_first % panels);
+            if (ahead && more && unit == end - 1) prefetch_panel(m, next_first % panels);
             for (long row = top; row < bottom; row += TILE) {
                 int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
                 PanelFloats y[TILE], z[TILE];
@@ -475,6 +479,7 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
                                 a->out + (row + r) * width + left.row);
             }
         }
+        if (!ahead) more = next_shrinking_chunk(ctx, units, &next_first, &next_end);
     }
 }
 

@@ -326,9 +326,11 @@ static inline uint16_t round_values(const f32x8 *x, uint8_t *q) {
     for (int i = 0; i < 4; i++) top = max8(top, abs8(x[i]));
     uint16_t scale = to_half(reduce_max8(top) / 127);
     float step = from_half(scale), inverse = step > 0 ? 1 / step : 0;
+    i32x8 steps[4];
     for (int i = 0; i < 4; i++) {
-        f32x8 steps = clamp8(x[i] * broadcast8(inverse), -127, 127) + magic;
-        store_signed8((i32x8)steps - 0x4B400000, q + 8 * i);
+        f32x8 shifted = clamp8(x[i] * broadcast8(inverse), -127, 127) + magic;
+        steps[i] = (i32x8)shifted - 0x4B400000;
     }
+    store_signed32(steps, q);
     return scale;
 }

@@ -93,22 +93,28 @@ static inline f32x8 load_signed8(const void *at) {
 #endif
 }
 
-// Stores eight integers between -128 and 127.
-static inline void store_signed8(i32x8 x, void *at) {
+// Stores 32 integers between -128 and 127.
+static inline void store_signed32(const i32x8 x[4], void *at) {
 #if defined(__AVX2__)
-    __m128i low = _mm256_castsi256_si128((__m256i)x);
-    __m128i high = _mm256_extracti128_si256((__m256i)x, 1);
-    __m128i words = _mm_packs_epi32(low, high);
-    _mm_storel_epi64((__m128i *)at, _mm_packs_epi16(words, words));
+    __m256i left = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
+    __m256i right = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packs works in halves
+    __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(left, right), order);
+    _mm256_storeu_si256((__m256i *)at, bytes);
 #else
-    s8x8 small = __builtin_convertvector(x, s8x8);
-    memcpy(at, &small, 8);
+    for (int i = 0; i < 4; i++) {
+        s8x8 small = __builtin_convertvector(x[i], s8x8);
+        memcpy((char *)at + 8 * i, &small, 8);
+    }
 #endif
 }
 
 // ---- half floats -------------------------------------------------------------------------------
 
 static inline float from_half(uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
     union {
         uint32_t bits;
@@ -122,6 +128,7 @@ static inline float from_half(uint16_t h) {
     }
     x.bits |= sign;
     return x.value;
+#endif
 }
 
 // Rounds to the nearest, ties to even; values beyond 65,504 become infinite.
