@@ -256,38 +256,59 @@ static long parts_of_group(const Attention *a, int num_threads) {
 
 // ---- prefill: a tile of queries ----------------------------------------------------------------
 
-// c [rows, 16] (+)= a [rows, depth] * b [depth, 16], where row k of b begins at b[k] + column.
+// As many floats as a register holds.
+typedef float Register __attribute__((vector_size(PANEL * 4)));
+
+static inline Register load_register(const float *at) {
+    Register x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+// c [rows, 2 registers] (+)= a [rows, depth] * b [depth, 2 registers], where row k of b begins at
+// b[k] + column.
 INLINE void block_product(const float *a, long a_step, const float *const *b, long depth,
-                          long column, float *c, long c_step, const int rows, const bool add) {
-    f32x8 sum[6][2];
+                          long column, float *c, long c_step, const int rows, const int registers,
+                          const bool add) {
+    Register sum[6][2];
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) sum[r][i] = add ? load8(c + r * c_step + 8 * i) : broadcast8(0);
-    for (long k = 0; k < depth; k++) {
-        f32x8 left = load8(b[k] + column), right = load8(b[k] + column + 8);
-        for (int r = 0; r < rows; r++) {
-            f32x8 x = broadcast8(a[r * a_step + k]);
-            sum[r][0] += x * left;
-            sum[r][1] += x * right;
+        for (int i = 0; i < registers; i++) {
+            sum[r][i] = (Register){0};
+            if (add) sum[r][i] = load_register(c + r * c_step + i * PANEL);
         }
+    for (long k = 0; k < depth; k++) {
+        Register values[2];
+        for (int i = 0; i < registers; i++) values[i] = load_register(b[k] + column + i * PANEL);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < registers; i++) sum[r][i] += a[r * a_step + k] * values[i];
     }
     for (int r = 0; r < rows; r++)
-        for (int i = 0; i < 2; i++) store8(c + r * c_step + 8 * i, sum[r][i]);
+        for (int i = 0; i < registers; i++)
+            memcpy(c + r * c_step + i * PANEL, &sum[r][i], sizeof(Register));
 }
 
 #define GROUP 6  // rows multiplied with a block of keys at once: as many as registers hold
 
+INLINE void group_product_rows(const float *a, long a_step, const float *const *b, long depth,
+                               float *c, long c_step, const int rows, long columns,
+                               const bool add) {
+    long column = 0;
+    for (; column + 2 * PANEL <= columns; column += 2 * PANEL)
+        block_product(a, a_step, b, depth, column, c + column, c_step, rows, 2, add);
+    for (; column < columns; column += PANEL)
+        block_product(a, a_step, b, depth, column, c + column, c_step, rows, 1, add);
+}
+
+// The same for up to GROUP rows and any multiple of 16 columns.
 INLINE void group_product(const float *a, long a_step, const float *const *b, long depth, float *c,
                           long c_step, long rows, long columns, const bool add) {
-    for (long column = 0; column < columns; column += 16) {
-        float *to = c + column;
-        switch (rows) {
-            case 1: block_product(a, a_step, b, depth, column, to, c_step, 1, add); break;
-            case 2: block_product(a, a_step, b, depth, column, to, c_step, 2, add); break;
-            case 3: block_product(a, a_step, b, depth, column, to, c_step, 3, add); break;
-            case 4: block_product(a, a_step, b, depth, column, to, c_step, 4, add); break;
-            case 5: block_product(a, a_step, b, depth, column, to, c_step, 5, add); break;
-            default: block_product(a, a_step, b, depth, column, to, c_step, GROUP, add);
-        }
+    switch (rows) {
+        case 1: group_product_rows(a, a_step, b, depth, c, c_step, 1, columns, add); break;
+        case 2: group_product_rows(a, a_step, b, depth, c, c_step, 2, columns, add); break;
+        case 3: group_product_rows(a, a_step, b, depth, c, c_step, 3, columns, add); break;
+        case 4: group_product_rows(a, a_step, b, depth, c, c_step, 4, columns, add); break;
+        case 5: group_product_rows(a, a_step, b, depth, c, c_step, 5, columns, add); break;
+        default: group_product_rows(a, a_step, b, depth, c, c_step, GROUP, columns, add);
     }
 }
 
