@@ -73,18 +73,19 @@ static inline long chunk_size(const ThreadContext *ctx, long total, int rounds) 
 }
 
 // The same with chunks that become smaller towards the end: threads go through long stretches of
-// memory, and end together.
+// memory, and end together. Each thread takes about one chunk of every size.
 static inline bool next_shrinking_chunk(const ThreadContext *ctx, long total, long *first,
                                         long *end) {
-    long chunk = atomic_fetch_add_explicit(ctx->cursor, 1, memory_order_relaxed), size;
-    *first = *end = 0;
-    for (long i = 0; i <= chunk && *end < total; i++) {
-        size = (total - *end) / (2L * ctx->num_threads);
-        *first = *end;
-        *end += size > 1 ? size : 1;
-        if (i == chunk) return true;
+    long chunk = atomic_fetch_add_explicit(ctx->cursor, 1, memory_order_relaxed), start = 0;
+    long size = total / (2L * ctx->num_threads);
+    for (; size > 1 && chunk >= ctx->num_threads; chunk -= ctx->num_threads) {
+        start += size * ctx->num_threads;
+        size = (total - start) / (2L * ctx->num_threads);
     }
-    return false;
+    if (size < 1) size = 1;
+    *first = start + chunk * size;
+    *end = *first + size;
+    return *first < total;
 }
 
 // ---- norms, on their own and as the prologue of a linear layer ---------------------------------
