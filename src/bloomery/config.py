@@ -196,7 +196,7 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto",
         "fp8 and int8: 8 bits and one scale per head; model: same as dtype; "
-        "auto: same as dtype, but float16 for GGUF and quantized weights on a CPU",
+        "auto: same as dtype, but on a CPU float16 for GGUF and with --quantization",
         "Hardware",
         KV_CACHE_DTYPES,
     )

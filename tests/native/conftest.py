@@ -35,20 +35,29 @@ def pool() -> Iterator[ThreadPool]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
-def avx2_pool() -> Iterator[ThreadPool]:
-    """Kernels for processors without AVX-512 and VNNI, on one that has them."""
-    if not {"avx512_vnni", "avx_vnni"} & set(processor_flags()):
-        pytest.skip("this processor's own kernels need neither AVX-512 nor VNNI")
+# Kernels for other processors than this one, which can run them: the features that this one must
+# have for them to differ from its own, and how to compile them.
+OLDER_KERNELS = {
+    "avx2": ({"avx512_vnni", "avx_vnni"}, ("-mno-avx512f", "-mno-avxvnni")),
+    "avxvnni": ({"avx512_vnni"}, ("-mno-avx512f", "-mavxvnni")),
+}
+
+
+@pytest.fixture(params=["own", *OLDER_KERNELS], scope="module")
+def any_pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
+    """The best kernels for this processor, and those for others."""
+    if request.param == "own":
+        yield request.getfixturevalue("pool")
+        return
+    features, flags = OLDER_KERNELS[request.param]
+    own_features = set(processor_flags())
+    if not features & own_features or (
+        request.param == "avxvnni" and "avx_vnni" not in own_features
+    ):
+        pytest.skip("this processor's own kernels are those, or it cannot run them")
     if {"NATIVE_LIBRARY", "NATIVE_CHECKS"} & set(os.environ):
         pytest.skip("the library is given")
-    pool = ThreadPool(2, load_library(str(build_library(("-mno-avx512f", "-mno-avxvnni")))))
+    pool = ThreadPool(2, load_library(str(build_library(flags))))
     with torch.inference_mode():
         yield pool
     pool.close()
-
-
-@pytest.fixture(params=["pool", "avx2_pool"], scope="module")
-def any_pool(request: pytest.FixtureRequest) -> ThreadPool:
-    """The best kernels for this processor, and those for older ones."""
-    return request.getfixturevalue(request.param)

@@ -141,6 +141,22 @@ def test_products_of_packed_blocks(
     assert torch.equal(y, one_by_one)  # a row does not depend on the other rows
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-38])
+def test_extreme_activations_change_only_their_own_row(
+    any_pool: ThreadPool, kind: str, value: float
+) -> None:
+    raw, values = random_blocks(kind, 24, 512)
+    matrix, _ = pack_matrix(any_pool, kind, raw, 512)
+    x = random_normal(1, 3, 512)
+    expected = ops.linear(any_pool, matrix, x)
+    x[1] = value if value == 1e-38 else x[1]
+    x[1, 5] = value
+    y = ops.linear(any_pool, matrix, x)
+    assert torch.equal(y[[0, 2]], expected[[0, 2]])
+    assert bool(y[1].abs().max() < 1e-30 if value == 1e-38 else y[1].isnan().all())
+
+
 @FEW_EXAMPLES
 @given(rows=SIZES, columns=st.integers(1, 90), tokens=st.integers(1, 9), seed=SEEDS)
 def test_products_of_float32_weights(
@@ -385,6 +401,9 @@ def test_float16_rounds_as_torch_does(pool: ThreadPool, x: float) -> None:
 ATTENTION_SPECS = {
     "plain": AttentionSpec(4, 2, 64),
     "one kv head": AttentionSpec(6, 1, 128),
+    "seven heads share a key": AttentionSpec(7, 1, 64),
+    "groups of four": AttentionSpec(8, 2, 80),
+    "groups of three": AttentionSpec(12, 4, 96),
     "narrow": AttentionSpec(3, 3, 40),
     "alibi": AttentionSpec(6, 3, 16, position=AlibiSpec()),
     "window": AttentionSpec(4, 4, 32, window=20),
@@ -408,7 +427,7 @@ ATTENTION_SPECS = {
     seed=st.integers(0, 9),
 )
 def test_paged_attention(
-    pool: ThreadPool, name: str, dtype: torch.dtype, sequences: list[tuple[int, int]], seed: int
+    any_pool: ThreadPool, name: str, dtype: torch.dtype, sequences: list[tuple[int, int]], seed: int
 ) -> None:
     """Each sequence has (new positions, cached positions); decodes come first."""
     spec = ATTENTION_SPECS[name]
@@ -429,7 +448,7 @@ def test_paged_attention(
         torch.device("cpu"),
     )
     q = random_normal(seed + 1, sum(query_lens), spec.num_heads, spec.head_dim)
-    native = CpuPagedAttention(pool)
+    native = CpuPagedAttention(any_pool)
     reference = TorchPagedAttention(fused=False)
     sinks = 2 * random_normal(seed + 2, spec.num_heads) if spec.sinks else None
     gate = None
@@ -440,6 +459,41 @@ def test_paged_attention(
         poison_invisible_positions(kv_cache, metadata, spec)
     actual = native.attend(q, kv_cache, spec, native.prepare(metadata), sinks, gate)
     assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["plain", "groups of four", "groups of three", "widest"])
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("seq_len", [1, 100])
+def test_decode_attention_does_not_depend_on_batch_or_threads(
+    any_pool: ThreadPool, name: str, dtype: torch.dtype, seq_len: int
+) -> None:
+    """Few requests and many threads let fewer heads share their keys."""
+    spec = ATTENTION_SPECS[name]
+    num_seqs = 5
+    blocks = torch.arange(num_seqs * 7).view(num_seqs, 7)
+    values = random_normal(0, 2, num_seqs * 112, spec.num_kv_heads, spec.head_dim)
+    kv_cache = build_kv_cache(values, dtype)
+    q = random_normal(1, num_seqs, spec.num_heads, spec.head_dim)
+    sinks = random_normal(2, spec.num_heads) if spec.sinks else None
+    gate = random_normal(3, num_seqs, gate_size(spec)) if spec.gate else None
+
+    def attend(pool: ThreadPool, rows: slice) -> torch.Tensor:
+        tables = blocks[rows].tolist()
+        ones = (1,) * len(tables)
+        lengths = (seq_len,) * len(tables)
+        metadata = AttentionMetadata.from_host(ones, lengths, tables, 16, torch.device("cpu"))
+        native = CpuPagedAttention(pool)
+        own_gate = None if gate is None else gate[rows].contiguous()
+        return native.attend(
+            q[rows].contiguous(), kv_cache, spec, native.prepare(metadata), sinks, own_gate
+        )
+
+    together = attend(any_pool, slice(None))
+    alone = torch.cat([attend(any_pool, slice(row, row + 1)) for row in range(num_seqs)])
+    assert torch.equal(alone, together)
+    many_threads = ThreadPool(8, any_pool.library)
+    assert torch.equal(attend(many_threads, slice(None)), together)
+    many_threads.close()
 
 
 def poison_invisible_positions(

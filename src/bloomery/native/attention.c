@@ -128,13 +128,15 @@ INLINE void compute_scores(const DecodeHeads *u, const int heads, const int dim,
             for (; d + 16 <= dim; d += 16) {
                 f32x8 left = load_cache8(kind, k, d), right = load_cache8(kind, k, d + 8);
                 for (int h = 0; h < heads; h++) {
-                    even[h] += load8(u->q + h * dim + d) * left;
-                    odd[h] += load8(u->q + h * dim + d + 8) * right;
+                    even[h] = fuse8(load8(u->q + h * dim + d), left, even[h]);
+                    odd[h] = fuse8(load8(u->q + h * dim + d + 8), right, odd[h]);
                 }
             }
-            if (d < dim)
+            if (d < dim) {
+                f32x8 rest = load_cache8(kind, k, d);
                 for (int h = 0; h < heads; h++)
-                    even[h] += load8(u->q + h * dim + d) * load_cache8(kind, k, d);
+                    even[h] = fuse8(load8(u->q + h * dim + d), rest, even[h]);
+            }
             for (int h = 0; h < heads; h++) t[h][i] = even[h] + odd[h];
             if (kind == CACHE_INT8) scale[i] *= *cache_scale(&a->cache, u->indices[p + i]);
         }
@@ -177,7 +179,7 @@ INLINE void mix_values(const DecodeHeads *u, const float *inverse, float *out, i
         for (int h = 0; h < heads; h++) {
             float weight = u->scores[h * u->stride + p];
             f32x8 factor = broadcast8(kind == CACHE_INT8 ? weight * scale : weight);
-            for (int v = 0; v < vectors; v++) sum[h][v] += factor * values[v];
+            for (int v = 0; v < vectors; v++) sum[h][v] = fuse8(factor, values[v], sum[h][v]);
         }
     }
     for (int h = 0; h < heads; h++)
@@ -189,7 +191,7 @@ INLINE void attend_decode_heads(const DecodeHeads *u, float *out, const int head
                                 const CacheKind kind) {
     const Attention *a = u->a;
     // As many as registers hold sums for: AVX-512 has 32.
-    const int most_vectors = PANEL == 16 ? 16 : 8;
+    const int most_vectors = WIDE_LANES == 16 ? 16 : 8;
     const int vectors = heads <= most_vectors / 8 ? 8 : heads <= most_vectors / 4 ? 4 : 2;
     float inverse[SHARED_HEADS];
     int d = 0;
@@ -256,35 +258,29 @@ static long parts_of_group(const Attention *a, int num_threads) {
 
 // ---- prefill: a tile of queries ----------------------------------------------------------------
 
-// As many floats as a register holds.
-typedef float Register __attribute__((vector_size(PANEL * 4)));
-
-static inline Register load_register(const float *at) {
-    Register x;
-    memcpy(&x, at, sizeof x);
-    return x;
-}
-
-// c [rows, 2 registers] (+)= a [rows, depth] * b [depth, 2 registers], where row k of b begins at
-// b[k] + column.
+// c [rows, columns] (+)= a [rows, depth] * b [depth, columns], for the columns of `registers`
+// vectors. Row k of b begins at b[k] + column.
 INLINE void block_product(const float *a, long a_step, const float *const *b, long depth,
                           long column, float *c, long c_step, const int rows, const int registers,
                           const bool add) {
-    Register sum[6][2];
+    WideFloats sum[6][2];
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < registers; i++) {
-            sum[r][i] = (Register){0};
-            if (add) sum[r][i] = load_register(c + r * c_step + i * PANEL);
+            sum[r][i] = broadcast_wide(0);
+            if (add) sum[r][i] = load_wide(c + r * c_step + i * WIDE_LANES);
         }
     for (long k = 0; k < depth; k++) {
-        Register values[2];
-        for (int i = 0; i < registers; i++) values[i] = load_register(b[k] + column + i * PANEL);
-        for (int r = 0; r < rows; r++)
-            for (int i = 0; i < registers; i++) sum[r][i] += a[r * a_step + k] * values[i];
+        WideFloats values[2];
+        for (int i = 0; i < registers; i++) values[i] = load_wide(b[k] + column + i * WIDE_LANES);
+        for (int r = 0; r < rows; r++) {
+            WideFloats factor = broadcast_wide(a[r * a_step + k]);
+            for (int i = 0; i < registers; i++)
+                sum[r][i] = fuse_wide(factor, values[i], sum[r][i]);
+        }
     }
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < registers; i++)
-            memcpy(c + r * c_step + i * PANEL, &sum[r][i], sizeof(Register));
+            store_wide(c + r * c_step + i * WIDE_LANES, sum[r][i]);
 }
 
 #define GROUP 6  // rows multiplied with a block of keys at once: as many as registers hold
@@ -293,9 +289,9 @@ INLINE void group_product_rows(const float *a, long a_step, const float *const *
                                float *c, long c_step, const int rows, long columns,
                                const bool add) {
     long column = 0;
-    for (; column + 2 * PANEL <= columns; column += 2 * PANEL)
+    for (; column + 2 * WIDE_LANES <= columns; column += 2 * WIDE_LANES)
         block_product(a, a_step, b, depth, column, c + column, c_step, rows, 2, add);
-    for (; column < columns; column += PANEL)
+    for (; column < columns; column += WIDE_LANES)
         block_product(a, a_step, b, depth, column, c + column, c_step, rows, 1, add);
 }
 

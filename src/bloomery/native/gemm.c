@@ -126,12 +126,22 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
     float *sums = (float *)to->sums + row * to->blocks;
     int32_t *offsets = (int32_t *)to->offsets + 2 * row * to->blocks;
     for (long b = 0; b < to->blocks; b++, x += BLOCK, high += BLOCK, low += BLOCK) {
-        f32x8 v[4], top = broadcast8(0);
+        f32x8 v[4];
+        i32x8 top = {0};  // bits: without signs, floats are ordered like integers, NaN last
         for (int i = 0; i < 4; i++) {
             v[i] = load8(x + 8 * i);
-            top = max8(top, abs8(v[i]));
+            top = max_ints8(top, (i32x8)abs8(v[i]));
         }
-        float largest = reduce_max8(top), inverse = largest > 0 ? LARGEST_ACTIVATION / largest : 0.0f;
+        int32_t largest_bits = reduce_max_ints8(top);
+        float largest;
+        memcpy(&largest, &largest_bits, sizeof largest);
+        float scale = largest / LARGEST_ACTIVATION;
+        float inverse = largest > 1e-30f ? LARGEST_ACTIVATION / largest : 0.0f;
+        if (!isfinite(largest)) {  // infinity and NaN spoil the row
+            scale = NAN;
+            for (int i = 0; i < 4; i++) v[i] = broadcast8(0);
+            inverse = 0;
+        }
         i32x8 q[4], upper[4];
         for (int i = 0; i < 4; i++) {
             q[i] = (i32x8)(v[i] * broadcast8(inverse) + magic) - 0x4B400000;
@@ -145,8 +155,8 @@ static void quantize_row(const float *x, const QuantizedRows *to, long row) {
         }
         offsets[2 * b] = -128 * first;
         offsets[2 * b + 1] = -128 * second;
-        scales[b] = largest / LARGEST_ACTIVATION;
-        sums[b] = scales[b] * (float)(first + second);
+        scales[b] = scale;
+        sums[b] = scale * (float)(first + second);
     }
 }
 
@@ -169,30 +179,30 @@ static inline PanelInts join_planes(const PanelInts *sum, int count, int r) {
 // Multiplies a panel with `count` rows. `kind` and `count` are constants at each call, so the
 // compiler specialises the loops.
 INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
-                                const int count, PanelFloats *out) {
+                                const int count, WideFloats *out) {
     const Scales scales = scales_of(kind);
     const long code_bytes = bits_of(kind) * 4 * PANEL, step = block_bytes(kind);
     const int8_t *q[PLANES * TILE];  // the high parts of all rows, then the low parts
-    PanelFloats sum[TILE], super = broadcast_float(0), lowest = broadcast_float(0);
+    WideFloats sum[TILE], super = broadcast_wide(0), lowest = broadcast_wide(0);
     for (int r = 0; r < count; r++) {
         for (int plane = 0; plane < PLANES; plane++)
             q[plane * count + r] = plane_of(x, plane, row + r);
-        sum[r] = broadcast_float(0);
+        sum[r] = broadcast_wide(0);
     }
     const float *scale = x->scales + row * x->blocks, *total = x->sums + row * x->blocks;
     const int32_t *offset = x->offsets + 2 * row * x->blocks;
     for (long b = 0; b < x->blocks; b++, w += step, offset += 2) {
-        PanelFloats d, m = broadcast_float(0), d2 = broadcast_float(0);
+        WideFloats d, m = broadcast_wide(0), d2 = broadcast_wide(0);
         if (count <= PREFETCH_ROWS) prefetch_codes(w, step);
         if ((scales == SUPER || scales == HALF_BLOCK) && b % 8 == 0) {
-            super = load_halfs(w) * broadcast_float(super_unit(kind));
+            super = load_halfs(w) * broadcast_wide(super_unit(kind));
             if (scales == SUPER) lowest = -load_halfs(w + 2 * PANEL);
             w += super_bytes(kind);
         }
         const uint8_t *s = w + code_bytes;
         if (scales == SYMMETRIC) {
             d = load_halfs(s);
-            m = d * broadcast_float(-8);
+            m = d * broadcast_wide(-8);
         } else if (scales == AFFINE) {
             d = load_halfs(s);
             m = load_halfs(s + 2 * PANEL);
@@ -213,29 +223,32 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
         for (int r = 0; r < PLANES * count; r++) q[r] += BLOCK;
         for (int r = 0; r < count; r++) {
             const int32_t *at = offset + 2 * r * x->blocks;
-            PanelFloats row_scale = broadcast_float(scale[r * x->blocks + b]);
+            WideFloats row_scale = broadcast_wide(scale[r * x->blocks + b]);
             PanelInts first = join_planes(left, count, r);
             if (bits_of(kind) == 4) {
-                sum[r] += (d * row_scale) * to_floats(first);
+                sum[r] = fuse_wide(d * row_scale, to_floats(first), sum[r]);
                 continue;
             }
             PanelInts second = join_planes(right, count, r);
-            if (scales == HALF_BLOCK)
-                sum[r] += (d * row_scale) * to_floats(lower_codes(first, at[0])) +
-                          (d2 * row_scale) * to_floats(lower_codes(second, at[1]));
-            else
-                sum[r] += (d * row_scale) *
-                          to_floats(lower_codes(add_ints(first, second), at[0] + at[1]));
+            if (scales == HALF_BLOCK) {
+                first = lower_codes(first, at[0]);
+                second = lower_codes(second, at[1]);
+                sum[r] = fuse_wide(d * row_scale, to_floats(first), sum[r]);
+                sum[r] = fuse_wide(d2 * row_scale, to_floats(second), sum[r]);
+            } else {
+                first = lower_codes(add_ints(first, second), at[0] + at[1]);
+                sum[r] = fuse_wide(d * row_scale, to_floats(first), sum[r]);
+            }
         }
         if (scales == AFFINE || scales == SUPER || kind == Q4)
             for (int r = 0; r < count; r++)
-                sum[r] += m * broadcast_float(total[r * x->blocks + b]);
+                sum[r] = fuse_wide(m, broadcast_wide(total[r * x->blocks + b]), sum[r]);
     }
     for (int r = 0; r < count; r++) out[r] = sum[r];
 }
 
 INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
-                                int count, PanelFloats *out) {
+                                int count, WideFloats *out) {
     switch (count) {
         case 1: multiply_panel_rows(w, kind, x, row, 1, out); break;
         case 2: multiply_panel_rows(w, kind, x, row, 2, out); break;
@@ -247,7 +260,7 @@ INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const Quantiz
 }
 
 static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, long row, int count,
-                           PanelFloats *out) {
+                           WideFloats *out) {
     switch (kind) {
         case Q4: multiply_panel_kind(w, Q4, x, row, count, out); break;
         case Q4_AFFINE: multiply_panel_kind(w, Q4_AFFINE, x, row, count, out); break;
@@ -288,7 +301,7 @@ INLINE void multiply_dense_rows(const float *w, long columns, const int height, 
 
 // Multiplies a panel of weights (fewer rows at the end) with up to TILE rows, like multiply_panel.
 static void multiply_dense_panel(const float *w, long columns, long height, const float *x,
-                                 int count, PanelFloats *out) {
+                                 int count, WideFloats *out) {
     for (int r = 0; r < count; r += 3) {
         int rows = count - r < 3 ? count - r : 3;
         for (long o = 0; o < height; o += 4) {
@@ -387,7 +400,7 @@ static PanelView panel_at(const Matrix *m, long index) {
 
 // Multiplies a panel with the prepared rows row .. row + count of `rows` in `space`.
 static void multiply_prepared(const PanelView *p, long columns, const char *space, long rows,
-                              long row, int count, PanelFloats *out) {
+                              long row, int count, WideFloats *out) {
     if (p->segment->kind == F32) {
         multiply_dense_panel((const float *)p->data, columns, p->height,
                              (const float *)space + row * columns, count, out);
@@ -398,17 +411,17 @@ static void multiply_prepared(const PanelView *p, long columns, const char *spac
 }
 
 static void multiply(const Linear *a, const PanelView *p, const char *space, long row, int count,
-                     PanelFloats *out) {
+                     WideFloats *out) {
     multiply_prepared(p, a->matrix->columns, space, a->rows, row, count, out);
     if (a->bias) {
-        PanelFloats bias = broadcast_float(0);
+        WideFloats bias = broadcast_wide(0);
         memcpy(&bias, a->bias + p->row, p->height * sizeof(float));
         for (int r = 0; r < count; r++) out[r] += bias;
     }
 }
 
 static void apply_epilogue(const Linear *a, const PanelView *p, long row, int count,
-                           const PanelFloats *y) {
+                           const WideFloats *y) {
     for (int r = 0; r < count; r++)
         for (long first = 0; first < p->height; first += LANES) {
             long at = (row + r) * a->matrix->rows + p->row + first, height = p->height - first;
@@ -428,7 +441,7 @@ static void apply_epilogue(const Linear *a, const PanelView *p, long row, int co
 }
 
 // Stores activation(gate) * up of whole panels.
-static void store_gated(const PanelFloats *gate, const PanelFloats *up, const Activation *a,
+static void store_gated(const WideFloats *gate, const WideFloats *up, const Activation *a,
                         float *out) {
     for (long i = 0; i < PANEL; i += LANES)
         store8(out + i, gate8(part_of(gate, i), part_of(up, i), a));
@@ -467,7 +480,7 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
             if (ahead && more && unit == end - 1) prefetch_panel(m, next_first % panels);
             for (long row = top; row < bottom; row += TILE) {
                 int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
-                PanelFloats y[TILE], z[TILE];
+                WideFloats y[TILE], z[TILE];
                 multiply(a, &left, space, row, count, y);
                 if (!gated) {
                     apply_epilogue(a, &left, row, count, y);
@@ -551,11 +564,11 @@ static void prepare_experts_kernel(const void *arguments, const ThreadContext *c
 
 // Adds the bias of a panel to its results, after multiplying those by the pairs' input weights.
 static void finish_expert_rows(const ExpertLinear *a, const PanelView *p, long row, int count,
-                               PanelFloats *y) {
-    PanelFloats bias = broadcast_float(0);
+                               WideFloats *y) {
+    WideFloats bias = broadcast_wide(0);
     if (a->bias) memcpy(&bias, a->bias + p->row, sizeof bias);
     for (int r = 0; r < count; r++) {
-        if (a->input_weights) y[r] *= broadcast_float(a->input_weights[a->order[row + r]]);
+        if (a->input_weights) y[r] *= broadcast_wide(a->input_weights[a->order[row + r]]);
         y[r] += bias;
     }
 }
@@ -578,7 +591,7 @@ static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx
             if (gated) right = panel_at(m, expert * expert_panels + panels + i);
             for (long row = top; row < bottom; row += TILE) {
                 int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
-                PanelFloats y[TILE], z[TILE];
+                WideFloats y[TILE], z[TILE];
                 multiply_prepared(&left, m->columns, ctx->shared, a->pairs, row, count, y);
                 finish_expert_rows(a, &left, row, count, y);
                 if (gated) {
@@ -594,7 +607,8 @@ static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx
                     }
                     for (long k = 0; k < PANEL; k += LANES) {
                         f32x8 part = part_of(&y[r], k);
-                        store8(out + k, is_first_product(a) ? activate8(part, &a->activation) : part);
+                        if (is_first_product(a)) part = activate8(part, &a->activation);
+                        store8(out + k, part);
                     }
                 }
             }

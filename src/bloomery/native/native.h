@@ -1,7 +1,8 @@
 // Declarations shared by all native CPU kernels: the thread pool, and how an operation is issued.
 //
 // Float code is written once, with the vector types of vectors.h. Only the products of small
-// integers (gemm.c) and conversions use intrinsics, with plain loops as their portable form.
+// integers (panel_dots.h), conversions and a few functions of vectors.h use intrinsics, with plain
+// loops as their portable form.
 #pragma once
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -19,12 +20,7 @@
 #endif
 
 #define BLOCK 32  // columns with one scale, in weights and in activations
-// Rows of a matrix that are stored interleaved: as many as sums fit in a register.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
-#define PANEL 16
-#else
-#define PANEL 8
-#endif
+#define PANEL WIDE_LANES  // rows of a matrix that are stored interleaved
 
 // ---- thread pool -------------------------------------------------------------------------------
 // An operation runs on all threads of its pool and begins when the operation before it has ended.
@@ -72,8 +68,8 @@ static inline long chunk_size(const ThreadContext *ctx, long total, int rounds) 
     return chunk < 1 ? 1 : chunk;
 }
 
-// The same with chunks that become smaller towards the end: threads go through long stretches of
-// memory, and end together. Each thread takes about one chunk of every size.
+// Like next_chunk, with chunks that become smaller towards the end: threads go through long
+// stretches of memory, and end together. Each thread takes about one chunk of every size.
 static inline bool next_shrinking_chunk(const ThreadContext *ctx, long total, long *first,
                                         long *end) {
     long chunk = atomic_fetch_add_explicit(ctx->cursor, 1, memory_order_relaxed), start = 0;

@@ -15,9 +15,6 @@
 #define LARGEST_ACTIVATION 127
 #endif
 
-// A float, or a sum of products, for each row of a panel.
-typedef float PanelFloats __attribute__((vector_size(PANEL * 4)));
-
 static inline int32_t four_columns(const int8_t *at) {
     int32_t x;
     memcpy(&x, at, 4);
@@ -30,20 +27,19 @@ static inline int32_t four_columns(const int8_t *at) {
 typedef __m512i PanelInts;
 #define UNSIGNED_CODES  // the first factor is unsigned: codes of eight bits are raised by 128
 
-static inline PanelFloats broadcast_float(float x) { return (PanelFloats)_mm512_set1_ps(x); }
 
-static inline PanelFloats load_halfs(const uint8_t *at) {
-    return (PanelFloats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+static inline WideFloats load_halfs(const uint8_t *at) {
+    return (WideFloats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 }
 
-static inline PanelFloats load_unsigned(const uint8_t *at) {
+static inline WideFloats load_unsigned(const uint8_t *at) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)at);
-    return (PanelFloats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+    return (WideFloats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
 }
 
-static inline PanelFloats load_signed(const uint8_t *at) {
+static inline WideFloats load_signed(const uint8_t *at) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)at);
-    return (PanelFloats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return (WideFloats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 }
 
 INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count,
@@ -77,24 +73,21 @@ INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, con
 static inline PanelInts times_128(PanelInts x) { return _mm512_slli_epi32(x, 7); }
 static inline PanelInts add_ints(PanelInts a, PanelInts b) { return _mm512_add_epi32(a, b); }
 static inline PanelInts broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
-static inline PanelFloats to_floats(PanelInts x) { return (PanelFloats)_mm512_cvtepi32_ps(x); }
+static inline WideFloats to_floats(PanelInts x) { return (WideFloats)_mm512_cvtepi32_ps(x); }
 
 #else
 // ---- eight rows: scales as everywhere ----------------------------------------------------------
 
-static inline PanelFloats broadcast_float(float x) { return broadcast8(x); }
-static inline PanelFloats load_halfs(const uint8_t *at) { return load_half8(at); }
-static inline PanelFloats load_unsigned(const uint8_t *at) { return load_bytes8(at); }
-static inline PanelFloats load_signed(const uint8_t *at) { return load_signed8(at); }
+static inline WideFloats load_halfs(const uint8_t *at) { return load_half8(at); }
+static inline WideFloats load_unsigned(const uint8_t *at) { return load_bytes8(at); }
+static inline WideFloats load_signed(const uint8_t *at) { return load_signed8(at); }
 
 #if defined(__AVX2__)
 // ---- AVX2 --------------------------------------------------------------------------------------
 
 typedef __m256i PanelInts;  // eight sums
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-#define dot_bytes(sum, codes, x) _mm256_dpbusd_epi32(sum, codes, x)
-#elif defined(__AVXVNNI__)
+#if defined(__AVXVNNI__)
 #define dot_bytes(sum, codes, x) _mm256_dpbusd_avx_epi32(sum, codes, x)
 #endif
 
@@ -170,7 +163,7 @@ INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, con
 static inline PanelInts times_128(PanelInts x) { return _mm256_slli_epi32(x, 7); }
 static inline PanelInts add_ints(PanelInts a, PanelInts b) { return _mm256_add_epi32(a, b); }
 static inline PanelInts broadcast_int(int32_t x) { return _mm256_set1_epi32(x); }
-static inline PanelFloats to_floats(PanelInts x) { return (PanelFloats)_mm256_cvtepi32_ps(x); }
+static inline WideFloats to_floats(PanelInts x) { return (WideFloats)_mm256_cvtepi32_ps(x); }
 
 #elif defined(__aarch64__)
 // ---- NEON --------------------------------------------------------------------------------------
@@ -226,14 +219,16 @@ INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, con
     }
 }
 
-static inline PanelInts broadcast_int(int32_t x) { return (PanelInts){vdupq_n_s32(x), vdupq_n_s32(x)}; }
+static inline PanelInts broadcast_int(int32_t x) {
+    return (PanelInts){vdupq_n_s32(x), vdupq_n_s32(x)};
+}
 static inline PanelInts times_128(PanelInts x) {
     return (PanelInts){vshlq_n_s32(x.low, 7), vshlq_n_s32(x.high, 7)};
 }
 static inline PanelInts add_ints(PanelInts a, PanelInts b) {
     return (PanelInts){vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)};
 }
-static inline PanelFloats to_floats(PanelInts x) {
+static inline WideFloats to_floats(PanelInts x) {
     return join8(vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high));
 }
 
@@ -267,14 +262,15 @@ INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, con
     const int8_t *codes = (const int8_t *)w + PANEL * column;
     for (int r = 0; r < count; r++) {
         sum[r] = (PanelInts){0};
-        for (int j = 0; j < 4; j++) sum[r] = dot_four(sum[r], codes + 32 * j, x[r] + column + 4 * j);
+        for (int j = 0; j < 4; j++)
+            sum[r] = dot_four(sum[r], codes + 32 * j, x[r] + column + 4 * j);
     }
 }
 
 static inline PanelInts times_128(PanelInts x) { return x << 7; }
 static inline PanelInts add_ints(PanelInts a, PanelInts b) { return a + b; }
 static inline PanelInts broadcast_int(int32_t x) { return (PanelInts){x, x, x, x, x, x, x, x}; }
-static inline PanelFloats to_floats(PanelInts x) { return __builtin_convertvector(x, f32x8); }
+static inline WideFloats to_floats(PanelInts x) { return __builtin_convertvector(x, f32x8); }
 #endif
 #endif
 
@@ -289,7 +285,7 @@ static inline PanelInts lower_codes(PanelInts x, int32_t offset) {
 }
 
 // Eight of the values, from `first` on.
-static inline f32x8 part_of(const PanelFloats *x, long first) {
+static inline f32x8 part_of(const WideFloats *x, long first) {
     f32x8 part;
     memcpy(&part, (const float *)x + first, sizeof part);
     return part;

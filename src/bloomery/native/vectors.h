@@ -1,4 +1,5 @@
-// Vectors of eight floats, and the functions that neural networks need on them.
+// Vectors of eight floats, and the functions that neural networks need on them. Products have
+// vectors of 16 floats where registers hold those.
 //
 // The types are the vector extensions of GCC and Clang; the build flags decide whether they become
 // AVX2, AVX-512 or NEON.
@@ -28,6 +29,61 @@ static inline f32x8 select8(i32x8 mask, f32x8 yes, f32x8 no) {
 static inline f32x8 max8(f32x8 a, f32x8 b) { return select8(a > b, a, b); }
 static inline f32x8 abs8(f32x8 x) { return (f32x8)((i32x8)x & 0x7fffffff); }
 
+#if defined(__aarch64__)
+// NEON registers hold four floats: a vector of eight is a pair of them.
+static inline f32x8 join8(float32x4_t low, float32x4_t high) {
+    f32x8 x;
+    memcpy(&x, &low, 16);
+    memcpy((char *)&x + 16, &high, 16);
+    return x;
+}
+static inline f32x8 from_words8(int16x8_t x) {
+    return join8(vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x)));
+}
+#endif
+
+// a * b + c, rounded once. In an expression, compilers fuse the two operations in some loops and
+// not in others, so results would depend on which loop computes them.
+static inline f32x8 fuse8(f32x8 a, f32x8 b, f32x8 c) {
+#if defined(__FMA__)
+    return (f32x8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    float32x4_t x[2], y[2], z[2];
+    memcpy(x, &a, 32);
+    memcpy(y, &b, 32);
+    memcpy(z, &c, 32);
+    return join8(vfmaq_f32(z[0], x[0], y[0]), vfmaq_f32(z[1], x[1], y[1]));
+#else
+    return a * b + c;
+#endif
+}
+
+// ---- as many floats as a register holds, but at least eight ------------------------------------
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define WIDE_LANES 16
+typedef float WideFloats __attribute__((vector_size(64)));
+static inline WideFloats broadcast_wide(float x) { return (WideFloats)_mm512_set1_ps(x); }
+static inline WideFloats fuse_wide(WideFloats a, WideFloats b, WideFloats c) {
+    return (WideFloats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#else
+#define WIDE_LANES 8
+typedef f32x8 WideFloats;
+static inline WideFloats broadcast_wide(float x) { return broadcast8(x); }
+static inline WideFloats fuse_wide(WideFloats a, WideFloats b, WideFloats c) {
+    return fuse8(a, b, c);
+}
+#endif
+
+static inline WideFloats load_wide(const float *at) {
+    WideFloats x;
+    memcpy(&x, at, sizeof x);
+    return x;
+}
+
+static inline void store_wide(float *at, WideFloats x) { memcpy(at, &x, sizeof x); }
+
 static inline float reduce_sum8(f32x8 x) {
     float a = (x[0] + x[4]) + (x[2] + x[6]), b = (x[1] + x[5]) + (x[3] + x[7]);
     return a + b;
@@ -36,6 +92,21 @@ static inline float reduce_sum8(f32x8 x) {
 static inline float reduce_max8(f32x8 x) {
     x = max8(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
     x = max8(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+    return x[0] > x[1] ? x[0] : x[1];
+}
+
+static inline i32x8 max_ints8(i32x8 a, i32x8 b) {
+#if defined(__AVX2__)
+    return (i32x8)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    i32x8 larger = a > b;
+    return (a & larger) | (b & ~larger);
+#endif
+}
+
+static inline int32_t reduce_max_ints8(i32x8 x) {
+    x = max_ints8(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = max_ints8(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
     return x[0] > x[1] ? x[0] : x[1];
 }
 
@@ -49,19 +120,6 @@ static inline f32x8 clamp8(f32x8 x, float low, float high) {
     x = select8(x > high, broadcast8(high), x);
     return select8(x < low, broadcast8(low), x);
 }
-
-#if defined(__aarch64__)
-// NEON registers hold four floats: a vector of eight is a pair of them.
-static inline f32x8 join8(float32x4_t low, float32x4_t high) {
-    f32x8 x;
-    memcpy(&x, &low, 16);
-    memcpy((char *)&x + 16, &high, 16);
-    return x;
-}
-static inline f32x8 from_words8(int16x8_t x) {
-    return join8(vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x)));
-}
-#endif
 
 // ---- bytes -------------------------------------------------------------------------------------
 // GCC converts vectors of bytes one element at a time, hence the intrinsics.

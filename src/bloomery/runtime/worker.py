@@ -264,7 +264,10 @@ class Worker:
         tune_backend(self.backend, specs, self.dtype, self.kv_cache_dtype, self.device)
 
     def _select_kv_cache_dtype(self) -> torch.dtype:
-        """Weights of few bits are less exact than a float16 KV cache, so that loses nothing."""
+        """Weights of few bits are less exact than a float16 KV cache, so that loses nothing.
+
+        Other checkpoints keep the dtype of the activations, also if their weights are quantized.
+        """
         plan = self.plan
         is_quantized = plan.kind == "gguf" or plan.quantization != "auto"
         prefer_float16 = is_quantized and self.backend.capabilities().float16_kv_cache
