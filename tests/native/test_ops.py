@@ -489,10 +489,11 @@ def test_decode_attention_does_not_depend_on_batch_or_threads(
         )
 
     together = attend(any_pool, slice(None))
-    alone = torch.cat([attend(any_pool, slice(row, row + 1)) for row in range(num_seqs)])
-    assert torch.equal(alone, together)
     many_threads = ThreadPool(8, any_pool.library)
-    assert torch.equal(attend(many_threads, slice(None)), together)
+    for pool in (any_pool, many_threads):
+        alone = torch.cat([attend(pool, slice(row, row + 1)) for row in range(num_seqs)])
+        assert torch.equal(alone, together)
+        assert torch.equal(attend(pool, slice(None)), together)
     many_threads.close()
 
 
