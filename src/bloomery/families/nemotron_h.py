@@ -71,13 +71,11 @@ def read_blocks(config: ConfigReader) -> list[str]:
     if not names:
         key = "hybrid_override_pattern"
         names = tuple(config.text(key, "ME*-"))
+    blocks = [config.look_up(key, BLOCKS, name) for name in names]
     config.get("num_hidden_layers")
-    for name in names:
-        if name not in BLOCKS:
-            raise config.error(key, f"{name!r} is not known. Known: {', '.join(BLOCKS)}")
     if not 0 < len(names) <= 10_000:
         raise config.error(key, f"names {len(names)} layers, which no model has")
-    return [BLOCKS[name] for name in names]
+    return blocks
 
 
 def read_mixer(config: ConfigReader, norm: NormSpec) -> Mamba2Spec:

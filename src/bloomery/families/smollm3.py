@@ -21,13 +21,11 @@ SMOLLM3 = (
 def read_rope_layers(config: ConfigReader) -> tuple[bool, ...]:
     """Return which layers have rope."""
     interval = config.size("no_rope_layer_interval", 4)
-    num_layers = len(config.layers())
     # Despite its name, 1 stands for a layer with rope.
     has_rope = config.list_of("no_rope_layers", int)
-    if has_rope and len(has_rope) != num_layers:
-        raise config.error("no_rope_layers", f"names {len(has_rope)} layers of {num_layers}")
     if not has_rope:
         return tuple((i + 1) % interval != 0 for i in config.layers())
+    config.check_layer_count("no_rope_layers", has_rope)
     return tuple(bool(value) for value in has_rope)
 
 
