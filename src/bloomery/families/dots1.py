@@ -28,7 +28,8 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
     layers = [read_qk_norm_layer(config, window=window) for window in windows]
     moe = read_experts(config, read_grouped_router(config))
     first_moe = config.integer("first_k_dense_replace", 0)
-    return read_model(config, put_experts(layers, moe, lambda i: i >= first_moe))
+    is_sparse = [i >= first_moe for i in config.layers()]
+    return read_model(config, put_experts(layers, moe, is_sparse))
 
 
 FAMILIES = {"dots1": ModelFamily(read_dots1, GLM4_MOE_NAMES, DOTS1)}

@@ -36,11 +36,8 @@ def read_ernie_moe(config: ConfigReader) -> ModelSpec:
     if config.get("moe_layer_end_index", -1) != -1:
         last = config.integer("moe_layer_end_index")
     step = config.size("moe_layer_interval", 1)
-    layers = put_experts(
-        [read_dense_layer(config)] * len(config.layers()),
-        moe,
-        lambda i: first <= i <= last and (i + 1) % step == 0,
-    )
+    is_sparse = [first <= i <= last and (i + 1) % step == 0 for i in config.layers()]
+    layers = put_experts([read_dense_layer(config)] * len(is_sparse), moe, is_sparse)
     return read_model(config, layers, head_bias=bias)
 
 

@@ -40,7 +40,7 @@ def read_hybrid_mlp(config: ConfigReader) -> MlpSpec | MoeSpec:
     if not config.integer("num_experts", 0):
         return shared
     router = RouterSpec(score_chosen_only=True)
-    return replace(read_experts(config, router, "intermediate_size"), shared=shared)
+    return read_experts(config, router, "intermediate_size", shared=shared)
 
 
 def read_granite_hybrid(config: ConfigReader) -> ModelSpec:

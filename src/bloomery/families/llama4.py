@@ -10,19 +10,16 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.llama import DEFAULTS, read_layer, read_mlp, read_model
-from bloomery.families.moe import build_moe_names, put_experts, read_experts
+from bloomery.families.moe import build_moe_names, name_stacked_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.families.smollm3 import read_rope_layers
 from bloomery.families.vision import read_text_part, text_names
-from bloomery.spec import FusedTensor, LayerSpec, ModelSpec, NormSpec, QueryScaling, RouterSpec
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec, QueryScaling, RouterSpec
 
-LLAMA4_TEXT_NAMES = replace(
+LLAMA4_TEXT_NAMES = name_stacked_experts(
     build_moe_names("feed_forward.router", "feed_forward.shared_expert", mlp="feed_forward"),
-    experts="feed_forward.experts.",
-    expert_up=FusedTensor("gate_up_proj"),
-    stacked_experts=True,
-    transposed_experts=True,
+    "feed_forward.experts",
 )
 LLAMA4_NAMES = replace(
     text_names(LLAMA4_TEXT_NAMES), vision=("vision_model.*", "multi_modal_projector.*")
@@ -79,8 +76,8 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
     layers = [replace(layer, mlp=dense) for layer in read_llama4_layers(config)]
     if sparse_layers:  # a dense model may state 0 experts
         router = RouterSpec(score="sigmoid", normalize=False, weights_input=True)
-        moe = replace(read_experts(config, router, "intermediate_size"), shared=read_mlp(config))
-        layers = put_experts(layers, moe, lambda i: i in sparse_layers)
+        moe = read_experts(config, router, "intermediate_size", shared=read_mlp(config))
+        layers = put_experts(layers, moe, [i in sparse_layers for i in config.layers()])
     return read_model(config, layers)
 
 

@@ -30,7 +30,7 @@ def read_mellum(config: ConfigReader) -> ModelSpec:
     is_sparse = read_sparse_layers(config, lambda i: True)
     router = RouterSpec(normalize=config.flag("norm_topk_prob", True))
     moe = read_experts(config, router)
-    return read_model(config, put_experts(layers, moe, lambda i: is_sparse[i]))
+    return read_model(config, put_experts(layers, moe, is_sparse))
 
 
 FAMILIES = {"mellum": ModelFamily(read_mellum, MELLUM_NAMES, MELLUM)}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
 from bloomery.families.llama import NAMES
+from bloomery.families.moe import name_stacked_experts
 from bloomery.families.qwen2 import QWEN, read_qwen2
 from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE
 from bloomery.families.qwen3 import QWEN3, read_qwen3, read_qwen3_moe
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.vision import read_text_part, text_names
-from bloomery.spec import FusedTensor, ModelSpec
+from bloomery.spec import ModelSpec
 
 QWEN2_VL = (
     QWEN
@@ -22,15 +21,7 @@ QWEN3_VL = QWEN3 | defaults(context=128000, rope_theta=5e5)
 QWEN3_VL_MOE = QWEN2_MOE | defaults(
     context=128000, rope_theta=5e5, tied=True, norm_topk_prob=True, sliding_window=None
 )
-# All experts of a layer are in one tensor, stored as [expert, in, out].
-QWEN3_VL_MOE_NAMES = replace(
-    MOE_NAMES,
-    experts="mlp.experts.",
-    expert_up=FusedTensor("gate_up_proj"),
-    expert_down="down_proj",
-    stacked_experts=True,
-    transposed_experts=True,
-)
+QWEN3_VL_MOE_NAMES = name_stacked_experts(MOE_NAMES, "mlp.experts")
 UNTIED = defaults(tied=False)
 
 
