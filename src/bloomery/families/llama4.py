@@ -14,17 +14,15 @@ from bloomery.families.moe import build_moe_names, name_stacked_experts, put_exp
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.families.smollm3 import read_rope_layers
-from bloomery.families.vision import read_text_part, text_names
+from bloomery.families.vision import build_vision_family
 from bloomery.spec import LayerSpec, ModelSpec, NormSpec, QueryScaling, RouterSpec
 
-LLAMA4_TEXT_NAMES = name_stacked_experts(
+LLAMA4_NAMES = name_stacked_experts(
     build_moe_names("feed_forward.router", "feed_forward.shared_expert", mlp="feed_forward"),
     "feed_forward.experts",
 )
-LLAMA4_NAMES = replace(
-    text_names(LLAMA4_TEXT_NAMES), vision=("vision_model.*", "multi_modal_projector.*")
-)
-LLAMA4_TEXT = (
+VISION_NAMES = replace(LLAMA4_NAMES, vision=("vision_model.*", "multi_modal_projector.*"))
+LLAMA4 = (
     DEFAULTS
     | defaults(vocab=202048, hidden=5120, mlp=8192, layers=48, heads=40, kv_heads=8, head_dim=128)
     | defaults(context=131072, rms_norm_eps=1e-5, rope_theta=5e5, intermediate_size_mlp=16384)
@@ -81,11 +79,5 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
     return read_model(config, layers)
 
 
-def read_llama4(config: ConfigReader) -> ModelSpec:
-    return read_text_part(config, {"llama4_text": (read_llama4_text, LLAMA4_TEXT)})
-
-
-FAMILIES = {
-    "llama4_text": ModelFamily(read_llama4_text, LLAMA4_TEXT_NAMES, LLAMA4_TEXT),
-    "llama4": ModelFamily(read_llama4, LLAMA4_NAMES),
-}
+TEXT = {"llama4_text": ModelFamily(read_llama4_text, LLAMA4_NAMES, LLAMA4)}
+FAMILIES = TEXT | {"llama4": build_vision_family(TEXT, VISION_NAMES)}
