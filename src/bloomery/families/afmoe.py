@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_attention, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS, change_attention, read_attention, read_mlp, read_model
 from bloomery.families.moe import SIGMOID_ROUTER, build_moe_names, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
@@ -44,8 +44,7 @@ def read_afmoe(config: ConfigReader) -> ModelSpec:
     layers = []
     for window in read_layer_windows(config, lambda i: (i + 1) % period != 0):
         position = None if window is None else rope
-        block = replace(attention, window=window, position=position)
-        layers.append(replace(layer, attention=block))
+        layers.append(change_attention(layer, window=window, position=position))
     router = replace(SIGMOID_ROUTER, scale=config.number("route_scale", 1.0))
     first_moe = config.integer("num_dense_layers", 0)
     is_sparse = [i >= first_moe for i in config.layers()]

@@ -13,6 +13,7 @@ from bloomery.families.llama import read_mlp
 from bloomery.families.moe import read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import (
+    MAMBA2,
     mamba_names,
     put_recurrent,
     read_mamba2,
@@ -27,9 +28,6 @@ GRANITE_HYBRID_NAMES = mamba_names(
         mlp_up=GRANITE_MOE_NAMES.shared_up,
         mlp_down=GRANITE_MOE_NAMES.shared_down,
     )
-)
-MAMBA2 = defaults(
-    mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2
 )
 GRANITE_HYBRID = GRANITE_MOE | MAMBA2 | defaults(shared_intermediate_size=1024)
 HAS_ROPE = {"rope": True, "nope": False}

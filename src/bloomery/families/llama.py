@@ -86,6 +86,12 @@ def read_layer(config: ConfigReader, **changes: Any) -> LayerSpec:
     )
 
 
+def change_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """Return the layer, which has attention, with these values of it replaced."""
+    assert layer.attention is not None
+    return replace(layer, attention=replace(layer.attention, **changes))
+
+
 def read_model(config: ConfigReader, layers: Iterable[LayerSpec], **changes: Any) -> ModelSpec:
     """Build the model around these layers; keywords replace what a family does differently."""
     model = ModelSpec(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS, change_attention, read_layer, read_mlp, read_model
 from bloomery.families.moe import build_moe_names, name_stacked_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
@@ -55,8 +55,7 @@ def read_llama4_layers(config: ConfigReader) -> list[LayerSpec]:
     for has_rope, has_chunks in zip(rope_layers, chunked_layers, strict=True):
         layer = with_rope if has_rope else without_rope
         chunk = config.size("attention_chunk_size") if has_chunks else None
-        assert layer.attention is not None
-        layers.append(replace(layer, attention=replace(layer.attention, chunk=chunk)))
+        layers.append(change_attention(layer, chunk=chunk))
     return layers
 
 

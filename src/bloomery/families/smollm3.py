@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
+from bloomery.families.llama import DEFAULTS, NAMES, change_attention, read_layer, read_model
 from bloomery.families.qwen2 import uses_window
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
@@ -36,11 +34,8 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     rope_layer = read_layer(config)
     layers = []
     for i, window in enumerate(windows):
-        assert rope_layer.attention is not None
-        attention = replace(rope_layer.attention, window=window)
-        if not has_rope[i]:
-            attention = replace(attention, position=None)
-        layers.append(replace(rope_layer, attention=attention))
+        layer = change_attention(rope_layer, window=window)
+        layers.append(layer if has_rope[i] else change_attention(layer, position=None))
     return read_model(config, layers)
 
 
