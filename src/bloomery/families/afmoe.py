@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, change_attention, read_attention, read_mlp, read_model
+from bloomery.families.dense import change_attention, read_attention, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import SIGMOID_ROUTER, build_moe_names, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope

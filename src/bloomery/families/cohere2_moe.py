@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.cohere import COHERE2
-from bloomery.families.llama import read_attention, read_mlp, read_model
+from bloomery.families.dense import read_attention, read_mlp, read_model
 from bloomery.families.moe import build_moe_names, put_experts, read_experts, read_sparse_layers
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope

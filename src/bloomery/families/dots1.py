@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_model
 from bloomery.families.glm4_moe import GLM4_MOE_NAMES
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import put_experts, read_experts, read_grouped_router
 from bloomery.families.qwen3 import read_qk_norm_layer
 from bloomery.families.reader import ConfigReader, defaults

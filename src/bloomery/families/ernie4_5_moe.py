@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_model
 from bloomery.families.ernie4_5 import ERNIE, read_dense_layer
-from bloomery.families.llama import read_model
 from bloomery.families.moe import build_moe_names, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec, RouterSpec

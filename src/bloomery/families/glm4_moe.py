@@ -7,7 +7,8 @@ Solar Open: experts in every layer, and rope on whole heads.
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import (
     build_moe_names,
     ignore_mtp_layers,

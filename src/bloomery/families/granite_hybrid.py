@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_mlp
 from bloomery.families.granite import build_granite, read_scaled_layer
 from bloomery.families.granitemoe import GRANITE_MOE, GRANITE_MOE_NAMES
-from bloomery.families.llama import read_mlp
 from bloomery.families.moe import read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import (

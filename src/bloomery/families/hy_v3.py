@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import (
     SIGMOID_ROUTER,
     build_moe_names,

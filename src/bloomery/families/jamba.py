@@ -5,7 +5,8 @@ others, and experts in every second layer.
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import name_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import MAMBA_NAMES, put_recurrent

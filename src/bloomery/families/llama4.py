@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, change_attention, read_layer, read_mlp, read_model
+from bloomery.families.dense import change_attention, read_layer, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import build_moe_names, name_stacked_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope

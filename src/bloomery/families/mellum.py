@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import build_moe_names, put_experts, read_experts, read_sparse_layers
 from bloomery.families.qwen3 import read_qk_norm_layer
 from bloomery.families.reader import ConfigReader, defaults

@@ -5,7 +5,8 @@ vision model, which is a Mistral (Mistral Small 3) or a Ministral 3.
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.mistral import MISTRAL, read_mistral, read_window_layers
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import find_rope_section, read_original_context, read_rope

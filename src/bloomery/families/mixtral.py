@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_mlp, read_model
+from bloomery.families.dense import read_mlp, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.mistral import MISTRAL, read_window_layers
 from bloomery.families.moe import name_experts
 from bloomery.families.reader import ConfigReader, defaults

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from bloomery.families.llama import NAMES, read_mlp
+from bloomery.families.dense import read_mlp
+from bloomery.families.llama import NAMES
 from bloomery.families.reader import ConfigReader
 from bloomery.spec import FusedTensor, LayerSpec, MoeSpec, RouterSpec, SplitTensors, TensorNames
 

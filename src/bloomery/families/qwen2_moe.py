@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_layer, read_mlp, read_model
+from bloomery.families.dense import read_layer, read_mlp, read_model
 from bloomery.families.moe import build_moe_names, put_experts, read_experts
 from bloomery.families.qwen2 import QWEN, uses_window
 from bloomery.families.reader import ConfigReader, defaults

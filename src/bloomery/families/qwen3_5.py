@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.qwen2 import QWEN
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, change_attention, read_layer, read_model
+from bloomery.families.dense import change_attention, read_layer, read_model
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.qwen2 import uses_window
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
