@@ -7,12 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_attention, read_mlp, read_model
-from bloomery.families.moe import MIN_NORMALIZER, build_moe_names, put_experts, read_experts
+from bloomery.families.dense import change_attention, read_attention, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
+from bloomery.families.moe import SIGMOID_ROUTER, build_moe_names, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import AttentionGateSpec, LayerSpec, ModelSpec, NormSpec, RouterSpec
+from bloomery.spec import AttentionGateSpec, LayerSpec, ModelSpec, NormSpec
 
 AFMOE_NAMES = build_moe_names(
     "mlp.router.gate",
@@ -44,16 +45,11 @@ def read_afmoe(config: ConfigReader) -> ModelSpec:
     layers = []
     for window in read_layer_windows(config, lambda i: (i + 1) % period != 0):
         position = None if window is None else rope
-        block = replace(attention, window=window, position=position)
-        layers.append(replace(layer, attention=block))
-    router = RouterSpec(
-        score="sigmoid",
-        correction_bias=True,
-        min_normalizer=MIN_NORMALIZER,
-        scale=config.number("route_scale", 1.0),
-    )
+        layers.append(change_attention(layer, window=window, position=position))
+    router = replace(SIGMOID_ROUTER, scale=config.number("route_scale", 1.0))
     first_moe = config.integer("num_dense_layers", 0)
-    layers = put_experts(layers, read_experts(config, router), lambda i: i >= first_moe)
+    is_sparse = [i >= first_moe for i in config.layers()]
+    layers = put_experts(layers, read_experts(config, router), is_sparse)
     scale = config.size("hidden_size") ** 0.5 if config.flag("mup_enabled", False) else 1.0
     return read_model(config, layers, embed_scale=scale)
 

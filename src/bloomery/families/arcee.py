@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.nemotron import UNGATED_NAMES, read_ungated_layer
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec

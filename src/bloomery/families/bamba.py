@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.granite_hybrid import MAMBA2
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.recurrent import MAMBA_NAMES, put_recurrent, read_mamba2
+from bloomery.families.recurrent import MAMBA2, MAMBA_NAMES, put_recurrent, read_mamba2
 from bloomery.families.rope import read_rope
 from bloomery.spec import ModelSpec
 

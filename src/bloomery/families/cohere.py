@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
+from bloomery.families.dense import read_attention, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec

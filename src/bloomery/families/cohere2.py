@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.cohere import COHERE2, build_cohere
-from bloomery.families.llama import NAMES, read_attention
+from bloomery.families.dense import read_attention
+from bloomery.families.llama import NAMES
 from bloomery.families.reader import ConfigReader
 from bloomery.families.rope import read_rope
 from bloomery.families.window import read_layer_windows

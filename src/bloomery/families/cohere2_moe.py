@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.cohere import COHERE2
-from bloomery.families.llama import read_attention, read_mlp, read_model
+from bloomery.families.dense import read_attention, read_mlp, read_model
 from bloomery.families.moe import build_moe_names, put_experts, read_experts, read_sparse_layers
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
@@ -65,7 +65,7 @@ def read_cohere2_moe(config: ConfigReader) -> ModelSpec:
         has_rope = window is not None or (not is_sparse[i] and dense_period == 1)
         attention = read_attention(config, window=window, position=rope if has_rope else None)
         layers.append(LayerSpec(attention, mlp, attn_norm=norm, parallel=True))
-    layers = put_experts(layers, read_cohere_experts(config), lambda i: is_sparse[i])
+    layers = put_experts(layers, read_cohere_experts(config), is_sparse)
     scale = config.number("logit_scale", 1.0)
     return read_model(config, layers, final_norm=norm, logit_scale=scale)
 

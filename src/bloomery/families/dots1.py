@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_model
 from bloomery.families.glm4_moe import GLM4_MOE_NAMES
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import put_experts, read_experts, read_grouped_router
 from bloomery.families.qwen3 import read_qk_norm_layer
 from bloomery.families.reader import ConfigReader, defaults
@@ -28,7 +29,8 @@ def read_dots1(config: ConfigReader) -> ModelSpec:
     layers = [read_qk_norm_layer(config, window=window) for window in windows]
     moe = read_experts(config, read_grouped_router(config))
     first_moe = config.integer("first_k_dense_replace", 0)
-    return read_model(config, put_experts(layers, moe, lambda i: i >= first_moe))
+    is_sparse = [i >= first_moe for i in config.layers()]
+    return read_model(config, put_experts(layers, moe, is_sparse))
 
 
 FAMILIES = {"dots1": ModelFamily(read_dots1, GLM4_MOE_NAMES, DOTS1)}

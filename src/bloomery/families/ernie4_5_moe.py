@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_model
 from bloomery.families.ernie4_5 import ERNIE, read_dense_layer
-from bloomery.families.llama import read_model
 from bloomery.families.moe import build_moe_names, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec, RouterSpec
@@ -36,11 +36,8 @@ def read_ernie_moe(config: ConfigReader) -> ModelSpec:
     if config.get("moe_layer_end_index", -1) != -1:
         last = config.integer("moe_layer_end_index")
     step = config.size("moe_layer_interval", 1)
-    layers = put_experts(
-        [read_dense_layer(config)] * len(config.layers()),
-        moe,
-        lambda i: first <= i <= last and (i + 1) % step == 0,
-    )
+    is_sparse = [first <= i <= last and (i + 1) % step == 0 for i in config.layers()]
+    layers = put_experts([read_dense_layer(config)] * len(is_sparse), moe, is_sparse)
     return read_model(config, layers, head_bias=bias)
 
 

@@ -5,7 +5,8 @@ layers with full attention have no position encoding (NoPE).
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.olmo2 import OLMO2_NAMES, read_post_norm_layer
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily, bloom
-from bloomery.families.llama import read_attention, read_model
+from bloomery.families.dense import read_attention, read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.spec import (

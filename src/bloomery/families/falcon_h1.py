@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.granite_hybrid import MAMBA2
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.families.recurrent import MAMBA_NAMES, read_mamba2
+from bloomery.families.recurrent import MAMBA2, MAMBA_NAMES, read_mamba2
 from bloomery.spec import LayerSpec, Mamba2Spec, MlpSpec, ModelSpec, SwigluClamp
 
 FALCON_H1 = (

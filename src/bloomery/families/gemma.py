@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_attention, read_model
+from bloomery.families.dense import read_attention, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.reader import ACTIVATIONS, ConfigReader, defaults
 from bloomery.spec import LayerSpec, MlpSpec, ModelSpec, NormSpec
 

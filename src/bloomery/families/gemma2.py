@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_attention
 from bloomery.families.gemma import GEMMA, build_gemma, read_norm
-from bloomery.families.llama import NAMES, read_attention
+from bloomery.families.llama import NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, MlpSpec, ModelSpec

@@ -9,7 +9,7 @@ from bloomery.families.gemma import build_gemma, read_norm
 from bloomery.families.gemma2 import GEMMA2, GEMMA2_NAMES, read_sandwich_layer
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_layer_rope
-from bloomery.families.vision import read_text_part, text_names
+from bloomery.families.vision import build_vision_family
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import ModelSpec
 
@@ -31,11 +31,5 @@ def read_gemma3_text(config: ConfigReader) -> ModelSpec:
     return build_gemma(config, layers)
 
 
-def read_gemma3(config: ConfigReader) -> ModelSpec:
-    return read_text_part(config, {"gemma3_text": (read_gemma3_text, GEMMA3)})
-
-
-FAMILIES = {
-    "gemma3_text": ModelFamily(read_gemma3_text, GEMMA2_NAMES, GEMMA3),
-    "gemma3": ModelFamily(read_gemma3, text_names(GEMMA2_NAMES)),
-}
+TEXT = {"gemma3_text": ModelFamily(read_gemma3_text, GEMMA2_NAMES, GEMMA3)}
+FAMILIES = TEXT | {"gemma3": build_vision_family(TEXT, GEMMA2_NAMES)}

@@ -7,7 +7,8 @@ Solar Open: experts in every layer, and rope on whole heads.
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import (
     build_moe_names,
     ignore_mtp_layers,
@@ -44,8 +45,8 @@ def read_glm4_moe(config: ConfigReader) -> ModelSpec:
     layer = read_layer(config, position=position, out_bias=False, qk_norm=qk_norm)
     moe = read_experts(config, read_grouped_router(config))
     first = config.integer("first_k_dense_replace", 0)
-    layers = put_experts([layer] * len(config.layers()), moe, lambda i: i >= first)
-    return read_model(config, layers)
+    is_sparse = [i >= first for i in config.layers()]
+    return read_model(config, put_experts([layer] * len(is_sparse), moe, is_sparse))
 
 
 FAMILIES = {

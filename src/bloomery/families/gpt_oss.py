@@ -8,20 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES as LLAMA_NAMES
-from bloomery.families.llama import read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import NAMES
+from bloomery.families.moe import name_stacked_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
-from bloomery.spec import FusedTensor, MlpSpec, ModelSpec, MoeSpec, RouterSpec, SwigluClamp
+from bloomery.spec import MlpSpec, ModelSpec, MoeSpec, RouterSpec, SwigluClamp
 
-NAMES = replace(
-    LLAMA_NAMES,
-    extra={**LLAMA_NAMES.extra, "router": "mlp.router", "sinks": "self_attn.sinks"},
-    experts="mlp.experts.",
-    expert_up=FusedTensor("gate_up_proj", interleaved=True),
-    expert_down="down_proj",
-    stacked_experts=True,
-    transposed_experts=True,
+GPT_OSS_NAMES = name_stacked_experts(
+    NAMES, "mlp.experts", interleaved=True, router="mlp.router", sinks="self_attn.sinks"
 )
 GPT_OSS = (
     defaults(vocab=201088, hidden=2880, mlp=2880, layers=36, heads=64, kv_heads=8, context=131072)
@@ -59,4 +54,4 @@ def read_gpt_oss(config: ConfigReader) -> ModelSpec:
     return read_model(config, layers)
 
 
-FAMILIES = {"gpt_oss": ModelFamily(read_gpt_oss, NAMES, GPT_OSS)}
+FAMILIES = {"gpt_oss": ModelFamily(read_gpt_oss, GPT_OSS_NAMES, GPT_OSS)}

@@ -7,12 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_mlp
 from bloomery.families.granite import build_granite, read_scaled_layer
 from bloomery.families.granitemoe import GRANITE_MOE, GRANITE_MOE_NAMES
-from bloomery.families.llama import read_mlp
 from bloomery.families.moe import read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import (
+    MAMBA2,
     mamba_names,
     put_recurrent,
     read_mamba2,
@@ -28,9 +29,6 @@ GRANITE_HYBRID_NAMES = mamba_names(
         mlp_down=GRANITE_MOE_NAMES.shared_down,
     )
 )
-MAMBA2 = defaults(
-    mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2
-)
 GRANITE_HYBRID = GRANITE_MOE | MAMBA2 | defaults(shared_intermediate_size=1024)
 HAS_ROPE = {"rope": True, "nope": False}
 
@@ -40,7 +38,7 @@ def read_hybrid_mlp(config: ConfigReader) -> MlpSpec | MoeSpec:
     if not config.integer("num_experts", 0):
         return shared
     router = RouterSpec(score_chosen_only=True)
-    return replace(read_experts(config, router, "intermediate_size"), shared=shared)
+    return read_experts(config, router, "intermediate_size", shared=shared)
 
 
 def read_granite_hybrid(config: ConfigReader) -> ModelSpec:

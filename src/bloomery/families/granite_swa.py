@@ -22,10 +22,8 @@ SINK_NAMES = replace(NAMES, extra={**NAMES.extra, "sinks": "self_attn.sinks"})
 
 def read_granite_swa(config: ConfigReader) -> ModelSpec:
     rope = read_rope(config, config.head_dim())
-    num_layers = len(config.layers())
-    thetas = config.list_of("layer_rope_theta", float, [rope.theta] * num_layers)
-    if len(thetas) != num_layers:
-        raise config.error("layer_rope_theta", f"names {len(thetas)} layers of {num_layers}")
+    thetas = config.list_of("layer_rope_theta", float, [rope.theta] * len(config.layers()))
+    config.check_layer_count("layer_rope_theta", thetas)
     layers = []
     for theta, window in zip(thetas, read_layer_windows(config, lambda i: i % 4 != 0)):
         position = replace(rope, theta=float(theta)) if theta else None

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
+from bloomery.families.dense import read_mlp
 from bloomery.families.granite import read_granite
-from bloomery.families.llama import DEFAULTS, NAMES, read_mlp
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.moe import read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import FusedTensor, ModelSpec, RouterSpec

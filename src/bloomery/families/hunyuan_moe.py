@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_mlp, read_model
+from bloomery.families.dense import read_layer, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import build_moe_names
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec, MoeSpec, NormSpec

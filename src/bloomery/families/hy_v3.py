@@ -4,10 +4,13 @@ layer is dense.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import (
-    MIN_NORMALIZER,
+    SIGMOID_ROUTER,
     build_moe_names,
     ignore_mtp_layers,
     put_experts,
@@ -16,7 +19,7 @@ from bloomery.families.moe import (
 )
 from bloomery.families.qwen3 import read_qk_norm_layer
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.spec import ModelSpec, RouterSpec
+from bloomery.spec import ModelSpec
 
 HY_V3_NAMES = build_moe_names(
     "mlp.router.gate", "mlp.shared_mlp", correction_bias="mlp.expert_bias"
@@ -35,17 +38,12 @@ def read_hy_v3(config: ConfigReader) -> ModelSpec:
         config.require(switch, True)
     config.require("moe_router_enable_expert_bias", True)
     config.get("enable_moe_fp32_combine")  # rounding only: sums of experts are always float32
-    router = RouterSpec(
-        score="sigmoid",
-        correction_bias=True,
-        min_normalizer=MIN_NORMALIZER,
-        scale=config.number("router_scaling_factor"),
-    )
+    router = replace(SIGMOID_ROUTER, scale=config.number("router_scaling_factor"))
     first = config.integer("first_k_dense_replace", 1)
     is_sparse = read_sparse_layers(config, lambda i: i >= first)
     layers = [read_qk_norm_layer(config)] * len(config.layers())
     moe = read_experts(config, router)
-    return read_model(config, put_experts(layers, moe, lambda i: is_sparse[i]))
+    return read_model(config, put_experts(layers, moe, is_sparse))
 
 
 FAMILIES = {"hy_v3": ModelFamily(read_hy_v3, ignore_mtp_layers(HY_V3_NAMES), HY_V3)}

@@ -4,29 +4,23 @@ others, and experts in every second layer.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
-from bloomery.families.moe import put_experts, read_experts
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
+from bloomery.families.moe import name_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import MAMBA_NAMES, put_recurrent
-from bloomery.spec import MambaSpec, ModelSpec, NormSpec, RouterSpec, SplitTensors
+from bloomery.spec import MambaSpec, ModelSpec, NormSpec, RouterSpec
 
-JAMBA_NAMES = replace(
+JAMBA_NAMES = name_experts(
     MAMBA_NAMES,
-    extra={
-        **MAMBA_NAMES.extra,
-        "x_proj": "mamba.x_proj",
-        "dt_proj": "mamba.dt_proj",
-        "dt_norm": "mamba.dt_layernorm",
-        "b_norm": "mamba.b_layernorm",
-        "c_norm": "mamba.c_layernorm",
-        "router": "feed_forward.router",
-    },
-    experts="feed_forward.experts.{e}.",
-    expert_up=SplitTensors(("gate_proj", "up_proj")),
-    expert_down="down_proj",
+    "feed_forward.experts",
+    router="feed_forward.router",
+    x_proj="mamba.x_proj",
+    dt_proj="mamba.dt_proj",
+    dt_norm="mamba.dt_layernorm",
+    b_norm="mamba.b_layernorm",
+    c_norm="mamba.c_layernorm",
 )
 JAMBA = (
     DEFAULTS
@@ -63,7 +57,8 @@ def read_jamba(config: ConfigReader) -> ModelSpec:
         moe = read_experts(config, RouterSpec(normalize=False), "intermediate_size")
         expert_period = config.size("expert_layer_period", 2)
         expert_offset = config.integer("expert_layer_offset", 1)
-        layers = put_experts(layers, moe, lambda i: i % expert_period == expert_offset)
+        is_sparse = [i % expert_period == expert_offset for i in config.layers()]
+        layers = put_experts(layers, moe, is_sparse)
     return read_model(config, layers)
 
 

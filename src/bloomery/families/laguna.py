@@ -4,10 +4,9 @@ and a sigmoid router with a correction bias.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_mlp, read_model
+from bloomery.families.dense import read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import build_moe_names, put_experts, read_experts, read_sparse_layers
 from bloomery.families.qwen3 import read_qk_norm_layer
 from bloomery.families.reader import ConfigReader, defaults
@@ -72,10 +71,10 @@ def read_laguna(config: ConfigReader) -> ModelSpec:
         softcap=config.number("moe_router_logit_softcapping", 0.0) or None,
         scale=config.number("moe_routed_scaling_factor", 1.0),
     )
-    moe = read_experts(config, router)
-    moe = replace(moe, shared=read_mlp(config, "shared_expert_intermediate_size"))
+    shared = read_mlp(config, "shared_expert_intermediate_size")
+    moe = read_experts(config, router, shared=shared)
     is_sparse = read_sparse_layers(config, lambda i: i > 0)
-    return read_model(config, put_experts(layers, moe, lambda i: is_sparse[i]))
+    return read_model(config, put_experts(layers, moe, is_sparse))
 
 
 FAMILIES = {"laguna": ModelFamily(read_laguna, LAGUNA_NAMES, LAGUNA)}

@@ -4,24 +4,19 @@ correction bias.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
 from bloomery.families.lfm2 import LFM2, LFM2_NAMES, build_lfm2, read_conv_layers
-from bloomery.families.moe import put_experts, read_experts
+from bloomery.families.moe import name_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.spec import ModelSpec, RouterSpec, SplitTensors
+from bloomery.spec import ModelSpec, RouterSpec
 
-LFM2_MOE_NAMES = replace(
+LFM2_MOE_NAMES = name_experts(
     LFM2_NAMES,
-    extra={
-        **LFM2_NAMES.extra,
-        "router": "feed_forward.gate",
-        "correction_bias": "feed_forward.expert_bias",
-    },
-    experts="feed_forward.experts.{e}.",
-    expert_up=SplitTensors(("w1", "w3")),
-    expert_down="w2",
+    "feed_forward.experts",
+    up=("w1", "w3"),
+    down="w2",
+    router="feed_forward.gate",
+    correction_bias="feed_forward.expert_bias",
 )
 LFM2_MOE = (
     LFM2
@@ -39,9 +34,8 @@ def read_lfm2_moe(config: ConfigReader) -> ModelSpec:
         scale=config.number("routed_scaling_factor", 1.0),
     )
     first_moe = config.integer("num_dense_layers")
-    layers = put_experts(
-        read_conv_layers(config), read_experts(config, router), lambda i: i >= first_moe
-    )
+    is_sparse = [i >= first_moe for i in config.layers()]
+    layers = put_experts(read_conv_layers(config), read_experts(config, router), is_sparse)
     return build_lfm2(config, layers)
 
 

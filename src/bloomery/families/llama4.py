@@ -9,25 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_mlp, read_model
-from bloomery.families.moe import build_moe_names, put_experts, read_experts
+from bloomery.families.dense import change_attention, read_layer, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
+from bloomery.families.moe import build_moe_names, name_stacked_experts, put_experts, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.families.smollm3 import read_rope_layers
-from bloomery.families.vision import read_text_part, text_names
-from bloomery.spec import FusedTensor, LayerSpec, ModelSpec, NormSpec, QueryScaling, RouterSpec
+from bloomery.families.vision import build_vision_family
+from bloomery.spec import LayerSpec, ModelSpec, NormSpec, QueryScaling, RouterSpec
 
-LLAMA4_TEXT_NAMES = replace(
+LLAMA4_NAMES = name_stacked_experts(
     build_moe_names("feed_forward.router", "feed_forward.shared_expert", mlp="feed_forward"),
-    experts="feed_forward.experts.",
-    expert_up=FusedTensor("gate_up_proj"),
-    stacked_experts=True,
-    transposed_experts=True,
+    "feed_forward.experts",
 )
-LLAMA4_NAMES = replace(
-    text_names(LLAMA4_TEXT_NAMES), vision=("vision_model.*", "multi_modal_projector.*")
-)
-LLAMA4_TEXT = (
+VISION_NAMES = replace(LLAMA4_NAMES, vision=("vision_model.*", "multi_modal_projector.*"))
+LLAMA4 = (
     DEFAULTS
     | defaults(vocab=202048, hidden=5120, mlp=8192, layers=48, heads=40, kv_heads=8, head_dim=128)
     | defaults(context=131072, rms_norm_eps=1e-5, rope_theta=5e5, intermediate_size_mlp=16384)
@@ -60,8 +56,7 @@ def read_llama4_layers(config: ConfigReader) -> list[LayerSpec]:
     for has_rope, has_chunks in zip(rope_layers, chunked_layers, strict=True):
         layer = with_rope if has_rope else without_rope
         chunk = config.size("attention_chunk_size") if has_chunks else None
-        assert layer.attention is not None
-        layers.append(replace(layer, attention=replace(layer.attention, chunk=chunk)))
+        layers.append(change_attention(layer, chunk=chunk))
     return layers
 
 
@@ -79,16 +74,10 @@ def read_llama4_text(config: ConfigReader) -> ModelSpec:
     layers = [replace(layer, mlp=dense) for layer in read_llama4_layers(config)]
     if sparse_layers:  # a dense model may state 0 experts
         router = RouterSpec(score="sigmoid", normalize=False, weights_input=True)
-        moe = replace(read_experts(config, router, "intermediate_size"), shared=read_mlp(config))
-        layers = put_experts(layers, moe, lambda i: i in sparse_layers)
+        moe = read_experts(config, router, "intermediate_size", shared=read_mlp(config))
+        layers = put_experts(layers, moe, [i in sparse_layers for i in config.layers()])
     return read_model(config, layers)
 
 
-def read_llama4(config: ConfigReader) -> ModelSpec:
-    return read_text_part(config, {"llama4_text": (read_llama4_text, LLAMA4_TEXT)})
-
-
-FAMILIES = {
-    "llama4_text": ModelFamily(read_llama4_text, LLAMA4_TEXT_NAMES, LLAMA4_TEXT),
-    "llama4": ModelFamily(read_llama4, LLAMA4_NAMES),
-}
+TEXT = {"llama4_text": ModelFamily(read_llama4_text, LLAMA4_NAMES, LLAMA4)}
+FAMILIES = TEXT | {"llama4": build_vision_family(TEXT, VISION_NAMES)}

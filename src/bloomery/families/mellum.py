@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.moe import build_moe_names, put_experts, read_experts, read_sparse_layers
 from bloomery.families.qwen3 import read_qk_norm_layer
 from bloomery.families.reader import ConfigReader, defaults
@@ -30,7 +31,7 @@ def read_mellum(config: ConfigReader) -> ModelSpec:
     is_sparse = read_sparse_layers(config, lambda i: True)
     router = RouterSpec(normalize=config.flag("norm_topk_prob", True))
     moe = read_experts(config, router)
-    return read_model(config, put_experts(layers, moe, lambda i: is_sparse[i]))
+    return read_model(config, put_experts(layers, moe, is_sparse))
 
 
 FAMILIES = {"mellum": ModelFamily(read_mellum, MELLUM_NAMES, MELLUM)}

@@ -7,12 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.mixtral import MIXTRAL_NAMES
-from bloomery.families.moe import MIN_NORMALIZER, read_experts
+from bloomery.families.moe import SIGMOID_ROUTER, read_experts
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
-from bloomery.spec import ModelSpec, NormSpec, RouterSpec
+from bloomery.spec import ModelSpec, NormSpec
 
 MINIMAX_M2_NAMES = replace(
     MIXTRAL_NAMES,
@@ -35,13 +36,12 @@ def read_minimax_m2(config: ConfigReader) -> ModelSpec:
     config.require("scoring_func", "sigmoid")
     config.require("shared_intermediate_size", 0)
     config.require("attn_type_list", [1] * len(config.layers()))  # 0 would be linear attention
-    router = RouterSpec(score="sigmoid", correction_bias=True, min_normalizer=MIN_NORMALIZER)
     norm = NormSpec("rms", config.number("rms_norm_eps"))
     position = read_rope(config, config.head_dim(), partial=True)
     layer = read_layer(
         config, position=position, bias=False, out_bias=False, qk_norm=norm, qk_norm_over="all"
     )
-    layer = replace(layer, mlp=read_experts(config, router, "intermediate_size"))
+    layer = replace(layer, mlp=read_experts(config, SIGMOID_ROUTER, "intermediate_size"))
     return read_model(config, [layer] * len(config.layers()))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
 from bloomery.spec import LayerSpec, ModelSpec

@@ -5,11 +5,12 @@ vision model, which is a Mistral (Mistral Small 3) or a Ministral 3.
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_model
+from bloomery.families.dense import read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.mistral import MISTRAL, read_mistral, read_window_layers
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import find_rope_section, read_original_context, read_rope
-from bloomery.families.vision import read_text_part, text_names
+from bloomery.families.vision import build_vision_family
 from bloomery.spec import ModelSpec, QueryScaling
 
 MISTRAL3 = (
@@ -46,12 +47,6 @@ def read_ministral3(config: ConfigReader) -> ModelSpec:
     return read_model(config, read_window_layers(config, position=rope, query_scaling=scaling))
 
 
-def read_mistral3(config: ConfigReader) -> ModelSpec:
-    readers = {"mistral": (read_mistral, MISTRAL3), "ministral3": (read_ministral3, MINISTRAL3)}
-    return read_text_part(config, readers)
-
-
-FAMILIES = {
-    "ministral3": ModelFamily(read_ministral3, NAMES, MINISTRAL3),
-    "mistral3": ModelFamily(read_mistral3, text_names(NAMES), defaults(tied=True)),
-}
+MINISTRAL = {"ministral3": ModelFamily(read_ministral3, NAMES, MINISTRAL3)}
+TEXT = {"mistral": ModelFamily(read_mistral, NAMES, MISTRAL3)} | MINISTRAL
+FAMILIES = MINISTRAL | {"mistral3": build_vision_family(TEXT, NAMES, defaults(tied=True))}

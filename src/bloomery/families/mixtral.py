@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_mlp, read_model
+from bloomery.families.dense import read_mlp, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.mistral import MISTRAL, read_window_layers
+from bloomery.families.moe import name_experts
 from bloomery.families.reader import ConfigReader, defaults
-from bloomery.spec import ModelSpec, MoeSpec, SplitTensors
+from bloomery.spec import ModelSpec, MoeSpec
 
 MIXTRAL = MISTRAL | defaults(
     rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_experts=8, num_experts_per_tok=2
 )
-MIXTRAL_NAMES = replace(
+MIXTRAL_NAMES = name_experts(
     NAMES,
-    extra={**NAMES.extra, "router": "block_sparse_moe.gate"},
-    experts="block_sparse_moe.experts.{e}.",
-    expert_up=SplitTensors(("w1", "w3")),
-    expert_down="w2",
+    "block_sparse_moe.experts",
+    up=("w1", "w3"),
+    down="w2",
+    router="block_sparse_moe.gate",
 )
 
 

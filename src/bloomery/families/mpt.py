@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_model
+from bloomery.families.dense import read_model
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import (
     AlibiSpec,

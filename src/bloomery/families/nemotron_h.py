@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model, read_ungated_mlp
+from bloomery.families.dense import read_attention, read_model, read_ungated_mlp
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.moe import read_grouped_router
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import MTP, mamba_names, read_mamba2
@@ -71,13 +72,11 @@ def read_blocks(config: ConfigReader) -> list[str]:
     if not names:
         key = "hybrid_override_pattern"
         names = tuple(config.text(key, "ME*-"))
+    blocks = [config.look_up(key, BLOCKS, name) for name in names]
     config.get("num_hidden_layers")
-    for name in names:
-        if name not in BLOCKS:
-            raise config.error(key, f"{name!r} is not known. Known: {', '.join(BLOCKS)}")
     if not 0 < len(names) <= 10_000:
         raise config.error(key, f"names {len(names)} layers, which no model has")
-    return [BLOCKS[name] for name in names]
+    return blocks
 
 
 def read_mixer(config: ConfigReader, norm: NormSpec) -> Mamba2Spec:

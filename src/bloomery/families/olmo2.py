@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_mlp, read_model
+from bloomery.families.dense import read_attention, read_mlp, read_model
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_layer_rope
 from bloomery.families.window import read_layer_windows

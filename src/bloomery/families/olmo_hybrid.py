@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_mlp, read_model
+from bloomery.families.dense import read_mlp, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.olmo2 import OLMO2_NAMES, read_post_norm_layer
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import read_recurrent_layers

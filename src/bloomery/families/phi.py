@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_attention, read_model, read_ungated_mlp
+from bloomery.families.dense import read_attention, read_model, read_ungated_mlp
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.rope import read_rope
 from bloomery.spec import LayerSpec, ModelSpec, NormSpec

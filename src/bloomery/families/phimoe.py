@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS
 from bloomery.families.mixtral import MIXTRAL_NAMES
 from bloomery.families.moe import read_experts
 from bloomery.families.reader import ConfigReader, defaults

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_layer, read_mlp, read_model
+from bloomery.families.dense import read_layer, read_mlp, read_model
 from bloomery.families.moe import build_moe_names, put_experts, read_experts
 from bloomery.families.qwen2 import QWEN, uses_window
 from bloomery.families.reader import ConfigReader, defaults
@@ -25,27 +25,29 @@ def read_moe(config: ConfigReader) -> MoeSpec:
     return read_experts(config, RouterSpec(normalize=config.flag("norm_topk_prob", False)))
 
 
+def read_gated_moe(config: ConfigReader) -> MoeSpec:
+    """Read experts beside a gated shared expert."""
+    shared = read_mlp(config, "shared_expert_intermediate_size")
+    return replace(read_moe(config), shared=shared, shared_gate=True)
+
+
 def mix_dense_and_moe(
     config: ConfigReader, layers: list[LayerSpec], moe: MoeSpec
 ) -> list[LayerSpec]:
     """Put experts into every decoder_sparse_step-th layer that is not in mlp_only_layers."""
     step = config.size("decoder_sparse_step")
     dense_layers = config.list_of("mlp_only_layers", int)
-    return put_experts(layers, moe, lambda i: (i + 1) % step == 0 and i not in dense_layers)
+    is_sparse = [(i + 1) % step == 0 and i not in dense_layers for i in config.layers()]
+    return put_experts(layers, moe, is_sparse)
 
 
 def read_qwen2_moe(config: ConfigReader) -> ModelSpec:
     bias = config.flag("qkv_bias", True)
     enabled = uses_window(config)
     end = config.integer("max_window_layers")
-    moe = replace(
-        read_moe(config),
-        shared=read_mlp(config, "shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
     windows = read_layer_windows(config, lambda i: enabled and i % 2 == 0 and i < end)
     layers = [read_layer(config, bias=bias, out_bias=False, window=window) for window in windows]
-    return read_model(config, mix_dense_and_moe(config, layers, moe))
+    return read_model(config, mix_dense_and_moe(config, layers, read_gated_moe(config)))
 
 
 FAMILIES = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.qwen2 import QWEN, read_upper_windows, uses_window
 from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE, mix_dense_and_moe, read_moe
 from bloomery.families.reader import ConfigReader, defaults

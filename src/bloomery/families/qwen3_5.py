@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.qwen2 import QWEN
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import (
@@ -17,7 +18,7 @@ from bloomery.families.recurrent import (
     read_recurrent_layers,
 )
 from bloomery.families.rope import read_rope
-from bloomery.families.vision import MROPE_KEYS, read_text_part, text_names
+from bloomery.families.vision import MROPE_KEYS, build_vision_family
 from bloomery.spec import AttentionGateSpec, LayerSpec, ModelSpec, NormSpec, SplitTensors
 
 HYBRID = (
@@ -53,11 +54,5 @@ def read_qwen3_5(config: ConfigReader) -> ModelSpec:
     return build_hybrid(config, read_hybrid_layers(config))
 
 
-def read_vision_model(config: ConfigReader) -> ModelSpec:
-    return read_text_part(config, {"qwen3_5_text": (read_qwen3_5, QWEN3_5)})
-
-
-FAMILIES = {
-    "qwen3_5_text": ModelFamily(read_qwen3_5, QWEN3_5_NAMES, QWEN3_5),
-    "qwen3_5": ModelFamily(read_vision_model, text_names(QWEN3_5_NAMES), defaults(tied=False)),
-}
+TEXT = {"qwen3_5_text": ModelFamily(read_qwen3_5, QWEN3_5_NAMES, QWEN3_5)}
+FAMILIES = TEXT | {"qwen3_5": build_vision_family(TEXT, QWEN3_5_NAMES, defaults(tied=False))}

@@ -7,13 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import read_mlp
-from bloomery.families.qwen2_moe import MOE_NAMES, read_moe
+from bloomery.families.qwen2_moe import MOE_NAMES, read_gated_moe
 from bloomery.families.qwen3_5 import QWEN3_5, SPLIT, build_hybrid, read_hybrid_layers
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import delta_net_names
-from bloomery.families.vision import read_text_part, text_names
-from bloomery.spec import ModelSpec, MoeSpec
+from bloomery.families.vision import build_vision_family
+from bloomery.spec import ModelSpec
 
 QWEN3_5_MOE = (
     QWEN3_5
@@ -21,11 +20,6 @@ QWEN3_5_MOE = (
     | defaults(moe_intermediate_size=512, shared_expert_intermediate_size=512)
 )
 QWEN3_5_MOE_NAMES = delta_net_names(MOE_NAMES, SPLIT)
-
-
-def read_gated_moe(config: ConfigReader) -> MoeSpec:
-    shared = read_mlp(config, "shared_expert_intermediate_size")
-    return replace(read_moe(config), shared=shared, shared_gate=True)
 
 
 def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
@@ -36,13 +30,7 @@ def read_qwen3_5_moe(config: ConfigReader) -> ModelSpec:
     return build_hybrid(config, layers)
 
 
-def read_moe_vision_model(config: ConfigReader) -> ModelSpec:
-    return read_text_part(config, {"qwen3_5_moe_text": (read_qwen3_5_moe, QWEN3_5_MOE)})
-
-
-FAMILIES = {
-    "qwen3_5_moe_text": ModelFamily(read_qwen3_5_moe, QWEN3_5_MOE_NAMES, QWEN3_5_MOE),
-    "qwen3_5_moe": ModelFamily(
-        read_moe_vision_model, text_names(QWEN3_5_MOE_NAMES), defaults(tied=False)
-    ),
+TEXT = {"qwen3_5_moe_text": ModelFamily(read_qwen3_5_moe, QWEN3_5_MOE_NAMES, QWEN3_5_MOE)}
+FAMILIES = TEXT | {
+    "qwen3_5_moe": build_vision_family(TEXT, QWEN3_5_MOE_NAMES, defaults(tied=False))
 }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE, mix_dense_and_moe
+from bloomery.families.qwen2_moe import MOE_NAMES, QWEN2_MOE, mix_dense_and_moe, read_gated_moe
 from bloomery.families.qwen3_5 import HYBRID, build_hybrid, read_hybrid_layers
-from bloomery.families.qwen3_5_moe import read_gated_moe
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import delta_net_names
 from bloomery.spec import ModelSpec, SplitTensors

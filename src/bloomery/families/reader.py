@@ -187,25 +187,29 @@ class ConfigReader:
 
     def choice(self, name: str, known: Mapping[str, T], default: Any = REQUIRED) -> T:
         """Return what `known` has for the value of that key."""
-        value = self.text(name, default)
+        return self.look_up(name, known, self.text(name, default))
+
+    def look_up(self, name: str, known: Mapping[str, T], value: str) -> T:
+        """Return what `known` has for a value that was read from that key."""
         if value not in known:
             raise self.error(name, f"{value!r} is not known. Known: {', '.join(known)}")
         return known[value]
+
+    def check_layer_count(self, name: str, values: Sequence[Any]) -> None:
+        """Refuse the list of that key if it does not have a value for each layer."""
+        num_layers = len(self.layers())
+        if len(values) != num_layers:
+            raise self.error(name, f"names {len(values)} layers of {num_layers}")
 
     def layer_choices(
         self, name: str, known: Mapping[str, T], default: Callable[[int], T]
     ) -> tuple[T, ...]:
         """Return what `known` has for each layer's value, `default(i)` if the key is absent."""
-        values = self.list_of(name, str)
-        num_layers = len(self.layers())
-        for value in values:
-            if value not in known:
-                raise self.error(name, f"{value!r} is not known. Known: {', '.join(known)}")
-        if values and len(values) != num_layers:
-            raise self.error(name, f"names {len(values)} layers of {num_layers}")
+        values = tuple(self.look_up(name, known, value) for value in self.list_of(name, str))
         if not values:
             return tuple(default(i) for i in self.layers())
-        return tuple(known[value] for value in values)
+        self.check_layer_count(name, values)
+        return values
 
     def layer_sizes(self, name: str, default: int) -> tuple[int, ...]:
         """Return the size of each layer: one number for all layers, or a list with one for each."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bloomery.families.llama import NAMES
-from bloomery.families.reader import ConfigReader
+from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import (
     GatedDeltaNetSpec,
     LayerSpec,
@@ -66,6 +66,10 @@ def delta_net_names(names: TensorNames, recurrent_in: SplitTensors) -> TensorNam
     )
 
 
+# Values of keys that most configs with Mamba-2 may leave out.
+MAMBA2 = defaults(
+    mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_conv=4, mamba_expand=2
+)
 # A Llama with Mamba-2 in some layers, and other names of the MLP and of the norms.
 MAMBA_NAMES = mamba_names(
     replace(

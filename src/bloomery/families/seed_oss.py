@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
+from bloomery.families.dense import read_layer, read_model
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.spec import ModelSpec
 

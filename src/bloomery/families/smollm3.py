@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from bloomery.families import ModelFamily
-from bloomery.families.llama import DEFAULTS, NAMES, read_layer, read_model
+from bloomery.families.dense import change_attention, read_layer, read_model
+from bloomery.families.llama import DEFAULTS, NAMES
 from bloomery.families.qwen2 import uses_window
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.window import read_layer_windows
@@ -21,13 +20,11 @@ SMOLLM3 = (
 def read_rope_layers(config: ConfigReader) -> tuple[bool, ...]:
     """Return which layers have rope."""
     interval = config.size("no_rope_layer_interval", 4)
-    num_layers = len(config.layers())
     # Despite its name, 1 stands for a layer with rope.
     has_rope = config.list_of("no_rope_layers", int)
-    if has_rope and len(has_rope) != num_layers:
-        raise config.error("no_rope_layers", f"names {len(has_rope)} layers of {num_layers}")
     if not has_rope:
         return tuple((i + 1) % interval != 0 for i in config.layers())
+    config.check_layer_count("no_rope_layers", has_rope)
     return tuple(bool(value) for value in has_rope)
 
 
@@ -38,11 +35,8 @@ def read_smollm3(config: ConfigReader) -> ModelSpec:
     rope_layer = read_layer(config)
     layers = []
     for i, window in enumerate(windows):
-        assert rope_layer.attention is not None
-        attention = replace(rope_layer.attention, window=window)
-        if not has_rope[i]:
-            attention = replace(attention, position=None)
-        layers.append(replace(rope_layer, attention=attention))
+        layer = change_attention(rope_layer, window=window)
+        layers.append(layer if has_rope[i] else change_attention(layer, position=None))
     return read_model(config, layers)
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bloomery.families import ModelFamily
-from bloomery.families.llama import NAMES, read_attention, read_model
+from bloomery.families.dense import read_attention, read_model
+from bloomery.families.llama import NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import mamba_names, read_mamba2
 from bloomery.families.rope import read_rope
