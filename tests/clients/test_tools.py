@@ -168,7 +168,7 @@ def test_huggingface_hub_calls_tools(tool_server: HttpTestServer) -> None:
 def test_huggingface_hub_generates_by_a_grammar(url: str) -> None:
     client = huggingface_hub.InferenceClient(url, token=KEY, timeout=120)
     grammar = {"type": "json", "value": FurnaceAnswer.model_json_schema()}
-    text = client.text_generation("A furnace:", grammar=grammar, max_new_tokens=80)
+    text = client.text_generation("A furnace:", grammar=grammar, max_new_tokens=400)
     assert FurnaceAnswer.model_validate_json(text)
     response_format = {
         "type": "json_schema",

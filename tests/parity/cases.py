@@ -42,11 +42,11 @@ QUARTER = GROUPED | {"hidden_size": 64}
 GEMMA = WIDE | {"sliding_window": 5, "query_pre_attn_scalar": 24}
 CAPPED = GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 GEMMA3 = GEMMA | {"num_hidden_layers": 7}
-SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # The bias of each router changes the choice, and one of the best experts is in a group left out.
-ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 GROUPS = ROUTED | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 SHARED = SPARSE | {"shared_expert_intermediate_size": 40}
 GPT_OSS = WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 GPT = SPECIAL | {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
@@ -120,7 +120,7 @@ NEMOTRON_H = {key: value for key, value in WIDE.items() if key != "num_hidden_la
     "n_groups": 2,
     "ssm_state_size": 8,
     "time_step_min": 1e-30,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 40,
 }
 GRANITE_FACTORS = {

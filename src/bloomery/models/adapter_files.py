@@ -490,9 +490,12 @@ class AdapterConversion:
             raise refuse(self.path, f"{module.path} replaces a head with a bias; merge the adapter")
         tables = target.tables
         is_part = tables.num_ids < len(table)
+        has_low_rank = bool({"a", "b"} & module.tensors.keys())
         table = table[tables.first_id : tables.first_id + tables.num_ids]
         own = table.to(self.reader.memory.dtype)
-        if is_part:  # ranks must agree whether a step changes the table, so none compares its part
+        # Ranks must agree whether a step changes the table, so none compares its part. Beside
+        # low-rank matrices, which all ranks have, PEFT saves the table of the base model.
+        if is_part and not has_low_rank:
             return own
         ids = torch.arange(tables.num_ids, device=self.reader.memory.device)
         unchanged = all(
