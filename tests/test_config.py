@@ -241,3 +241,15 @@ def test_api_keys_can_be_in_a_file_and_children_do_not_inherit_them(
     monkeypatch.setenv("BLOOMERY_PORT", "1")
     assert "secret" not in child_environment().values()
     assert child_environment()["BLOOMERY_PORT"] == "1"
+
+
+def test_threads_of_torch_sleep_soon_in_children_unless_the_user_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert int(child_environment()["GOMP_SPINCOUNT"]) < 100_000
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in child_environment()
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert child_environment()["GOMP_SPINCOUNT"] == "7"

@@ -55,6 +55,10 @@ PROFILER_VARIABLES = (
     "KINETO_USE_DAEMON",
     "VIZTRACER_ENABLED",
 )
+# How often a thread of torch polls for work before it sleeps (libgomp). By default it polls for
+# milliseconds, which takes cores from the native CPU kernels and the server.
+TORCH_POLLS = ("GOMP_SPINCOUNT", "10000")
+TORCH_WAIT_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # with which a user decides
 NUM_MONITORING_TOOLS = 6  # tool ids that sys.monitoring has
 
 
@@ -505,8 +509,15 @@ def process_environment() -> Mapping[str, str]:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for child processes: everything except API keys, which they do not need."""
-    return {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    """The environment for child processes: everything except API keys, which they do not need.
+
+    Threads of torch sleep soon in it, unless the user has decided how they wait.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    if not any(name in inherited for name in TORCH_WAIT_VARIABLES):
+        name, polls = TORCH_POLLS
+        inherited[name] = polls
+    return inherited
 
 
 def bind_network_interface(name: str) -> None:

@@ -32,6 +32,7 @@ from bloomery.kernels.rope_cache import (
 )
 from bloomery.kernels.rows import advance_reference, gather_decode_reference
 from bloomery.kernels.sampling_rows import MAX_TOP_LOGPROBS
+from bloomery.kernels.select_rows import select_rows
 from bloomery.layers.linear import add_scaled, concatenate, split_qkv
 from bloomery.layout import gate_size
 from bloomery.messages import NewRequestData, ResolvedSampling
@@ -253,6 +254,20 @@ def test_norms_of_columns(pool: ThreadPool, rows: int, columns: int, heads: int,
         x[:, -3:],
     )
     assert_close(ops.norm_columns(pool, x, parts), torch.cat(expected, 1), 1e-5)
+
+
+def test_selected_rows(pool: ThreadPool) -> None:
+    x = random_normal(5, 40, 33)
+    rows = torch.tensor([39, 0, 7, 7])
+    assert torch.equal(select_rows(x, rows, pool), x[rows])
+    assert ops.select_rows(pool, x, rows) is not None
+    assert torch.equal(select_rows(x, rows[:0], pool), x[:0])
+    assert torch.equal(select_rows(x, slice(3, 5), pool), x[3:5])
+    # What the kernel does not take is left to torch.
+    others = ((x.T, rows[1:]), (x, rows.int()), (x, rows[::2]), (x.double(), rows))
+    for other, indices in others:
+        assert ops.select_rows(pool, other, indices) is None
+        assert torch.equal(select_rows(other, indices, pool), other[indices])
 
 
 @pytest.mark.parametrize("rows", [1, 7])

@@ -17,6 +17,7 @@ from bloomery.attention.base import AttentionBackend
 from bloomery.errors import UnsupportedModel
 from bloomery.fusion import NormPrologue, QkTransform, QkvEpilogue
 from bloomery.kernels.lora import AdapterBatch
+from bloomery.kernels.select_rows import select_rows
 from bloomery.layers.linear import (
     AddResidual,
     DeferredAdd,
@@ -49,6 +50,7 @@ class ForwardContext:
     adapter_batch: AdapterBatch | None = None
     # [tokens, hidden]: the input of the model's first layer; None if no layer here needs it
     embeddings: torch.Tensor | None = None
+    pool: ThreadPool | None = None
 
     def select_adapters(self) -> None:
         """From here on adapters see only the output rows.
@@ -65,7 +67,9 @@ class ForwardContext:
 
     def select_outputs(self, x: ResidualStream) -> ResidualStream:
         """Return only the output rows of x."""
-        return x if self.output_rows is None else materialize(x)[self.output_rows]
+        if self.output_rows is None:
+            return x
+        return select_rows(materialize(x), self.output_rows, self.pool)
 
 
 class AttentionBlock:
@@ -130,7 +134,7 @@ class AttentionBlock:
             q = self.qkv(x, prologue, qkv_epilogue)
         attended = context.backend.attend(q, kv_cache, self.spec, context.plan, self.sinks, gate)
         if context.output_rows is not None:
-            attended = attended[context.output_rows]
+            attended = select_rows(attended, context.output_rows, self.pool)
             context.select_adapters()
         if epilogue is None:
             return self.out(attended)

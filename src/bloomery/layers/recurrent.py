@@ -17,6 +17,7 @@ from bloomery.kernels.causal_conv import apply_silu, causal_conv
 from bloomery.kernels.gated_delta_net import DeltaNetWeights, gated_delta_net
 from bloomery.kernels.mamba import selective_scan
 from bloomery.kernels.mamba2 import Mamba2Weights, gate_mamba2, gate_mamba2_reference, mamba2
+from bloomery.kernels.select_rows import select_rows
 from bloomery.kernels.short_conv import ShortConvWeights, short_conv
 from bloomery.kernels.state_cache import LayerStates, count_part_blocks, view_states
 from bloomery.layers.linear import AddResidual, LinearLayer, ResidualStream, apply_norm
@@ -63,7 +64,7 @@ class RecurrentBlock:
             later = self.mixer(projected, LayerStates(states.memory, wave))
             y = torch.where(is_later, later, y)
         if output_rows is not None:
-            y = y[output_rows]
+            y = select_rows(y, output_rows, self.project_out.pool)
             self.project_out.select_adapters(output_rows)
         if epilogue is None:
             return self.project_out(y)

@@ -439,6 +439,7 @@ class Decoder:
                 query_scales=scales,
                 adapter_batch=adapter_batch,
                 embeddings=embeddings,
+                pool=self.pool,
             )
             for slot_mapping, plan in steps
         ]

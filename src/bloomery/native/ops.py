@@ -392,6 +392,15 @@ def gather_rows(pool: ThreadPool, matrix: NativeMatrix, ids: torch.Tensor) -> to
     return out
 
 
+def select_rows(pool: ThreadPool, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """x [n, width], rows int64 [m] -> x[rows]; None if the arguments are not supported."""
+    if x.dim() != 2 or rows.dim() != 1 or rows.dtype != torch.int64 or not rows.is_contiguous():
+        return None
+    if not pool.accepts(x):
+        return None
+    return gather_rows(pool, pool.keep_alive(NativeMatrix.from_dense(pool, x)), rows)
+
+
 # ---- adapters ------------------------------------------------------------------------------------
 
 

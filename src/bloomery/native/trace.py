@@ -101,12 +101,7 @@ def translate_index_rows(
 ) -> torch.Tensor | None:
     """Translate x[rows] of a matrix."""
     rows, *other_axes = indices
-    if other_axes or rows is None or rows.dtype != torch.int64 or rows.dim() != 1:
-        return None
-    if x.dim() != 2 or not pool.accepts(x):
-        return None
-    matrix = pool.keep_alive(ops.NativeMatrix.from_dense(pool, x))
-    return ops.gather_rows(pool, matrix, rows)
+    return None if other_axes or rows is None else ops.select_rows(pool, x, rows)
 
 
 def translate_copy(

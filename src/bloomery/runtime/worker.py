@@ -29,6 +29,7 @@ from bloomery.config import EnginePlan
 from bloomery.errors import InvalidRequest
 from bloomery.hardware import detect_hardware
 from bloomery.kernels.launch import MissingKernels, compile_kernels
+from bloomery.kernels.select_rows import select_rows
 from bloomery.messages import (
     AdapterInfo,
     EngineCapacity,
@@ -736,12 +737,13 @@ class Worker:
         as_float32 = self.device.type == "cpu"
         if rows is None:
             return self.model.compute_logits(hidden, as_float32)
+        selected = select_rows(hidden, rows, self.pool)
         if self.decoder.adapter_memory is None:
-            return self.model.compute_logits(hidden[rows], as_float32)
+            return self.model.compute_logits(selected, as_float32)
         batch = self.decoder.adapter_memory.batch
         slots = batch.slots
         batch.select(rows)
-        logits = self.model.compute_logits(hidden[rows], as_float32)
+        logits = self.model.compute_logits(selected, as_float32)
         batch.begin(slots)
         return logits
 
