@@ -12,6 +12,7 @@ from bloomery.quant.gguf import GgufMatrix
 from bloomery.quant.lazy_tensor import LazyTensor, QuantizedBlocks, TensorPiece
 from bloomery.quant.native import NativeWeight
 from tests.native.test_ops import (
+    GGUF_TYPES,
     assert_close,
     block_columns,
     random_blocks,
@@ -34,7 +35,7 @@ def store_blocks(kind: str, rows: int, columns: int, seed: int) -> tuple[GgufMat
     return GgufMatrix(LazyTensor((piece,), torch.float32)), values
 
 
-@pytest.mark.parametrize("kind", ops.PACKED_TYPES)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_slices_of_blocks_equal_slices_of_values(pool: ThreadPool, kind: str) -> None:
     first, first_values = store_blocks(kind, 40, 1024, 1)
     second, second_values = store_blocks("Q8_0", 21, 1024, 2)

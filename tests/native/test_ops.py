@@ -48,6 +48,7 @@ FEW_EXAMPLES = settings(max_examples=15, deadline=None)
 SIZES = st.integers(1, 40)
 SEEDS = st.integers(0, 99)
 KV_CACHE_DTYPES = tuple(ops.KV_CACHE_KINDS)
+GGUF_TYPES = tuple(kind for kind in ops.PACKED_TYPES if kind in GGML_BLOCKS)
 # The rounding unit of each KV cache dtype, relative to the largest value.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.int8: 2e-2}
 
@@ -116,7 +117,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float 
 # ---- linear layers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ops.PACKED_TYPES)
+@pytest.mark.parametrize("kind", GGUF_TYPES)
 @FEW_EXAMPLES
 @given(rows=SIZES, width=st.integers(1, 3), tokens=st.integers(1, 9), seed=SEEDS)
 def test_products_of_packed_blocks(

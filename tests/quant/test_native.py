@@ -1,4 +1,4 @@
-"""Quantized weights for native CPU kernels: the same values in other blocks, 8-bit activations."""
+"""Quantized weights for native CPU kernels: the same values in other blocks."""
 
 from __future__ import annotations
 
@@ -66,6 +66,22 @@ def test_other_formats_are_rounded_to_eight_bits(pool: ThreadPool, name: str) ->
     assert relative_error(native.gather(torch.arange(96)), values) < 6e-3
     assert relative_error(native.linear(x), x @ values.T) < 1.2e-2
     assert native.nbytes < 0.3 * values.nbytes
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "mxfp4-packed"])
+def test_codes_that_select_levels_take_four_bits(pool: ThreadPool, name: str) -> None:
+    matrix = FORMATS[name](torch.randn(96, 256))
+    native = matrix.prepare(torch.float32, CPU, pool)
+    assert native.nbytes * 8 == 96 * 256 * 4.5  # with a scale of 16 bits for 32 codes
+
+
+def test_mxfp4_keeps_its_values(pool: ThreadPool) -> None:
+    torch.manual_seed(0)
+    matrix = FORMATS["mxfp4"](torch.randn(96, 256))
+    native = matrix.prepare(torch.float32, CPU, pool)
+    assert isinstance(native, NativeWeight)
+    values = matrix.load_dense(torch.float32, CPU)
+    assert torch.equal(native.gather(torch.arange(96)), values)
 
 
 def test_rows_that_are_not_whole_blocks_are_not_converted(pool: ThreadPool) -> None:

@@ -21,7 +21,14 @@ from pathlib import Path
 
 from bloomery.config import cache_directory
 
-HEADERS = ("native.h", "vectors.h", "panel_dots.h", "kv_cache.h", "gguf_blocks.h")
+HEADERS = (
+    "native.h",
+    "vectors.h",
+    "levels.h",
+    "panel_dots.h",
+    "kv_cache.h",
+    "gguf_blocks.h",
+)
 SOURCES = (
     "thread_pool.c",
     "gemm.c",

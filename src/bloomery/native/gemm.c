@@ -12,22 +12,29 @@
 //   codes    4 bits: 16 P bytes, byte 4 (P j + row) + i = column 4 j + i, and column 16 + 4 j + i
 //                    in the high half
 //            8 bits: 32 P bytes, byte 4 (P j + row) + i = column 4 j + i, signed
-//   scales   SYMMETRIC  d[P] float16; m = -8 d for codes of 4 bits, else 0
+//            Codes of 4 bits are numbers, or they select one of 16 signed bytes (levels.h).
+//   scales   SYMMETRIC  d[P] float16; m = -8 d for Q4, else 0
 //            AFFINE     d[P], m[P] float16
 //            SUPER      scale[P], minimum[P] unsigned bytes; d = D * scale, m = -M * minimum
+//            SIGNED     scale[P] signed bytes; d = D * scale
 //            HALF_BLOCK scale[2][P] signed bytes, one for 16 columns; d = D * scale
-//   Before each eight blocks of SUPER lie D[P], M[P], of HALF_BLOCK D[P], all float16.
+//   Before each eight blocks of SUPER lie D[P], M[P], of SIGNED and HALF_BLOCK D[P], all float16.
 //   Q8_EIGHTHS is Q8_HALF_BLOCK with D in eighths, which float16 could not hold without loss.
+#include "levels.h"
 #include "panel_dots.h"
 
 #include <math.h>
 #include <stdlib.h>
 
-typedef enum { SYMMETRIC, AFFINE, SUPER, HALF_BLOCK } Scales;
+typedef enum { SYMMETRIC, AFFINE, SUPER, SIGNED, HALF_BLOCK } Scales;
 typedef enum {
     Q4,
     Q4_AFFINE,
     Q4_SUPER,
+    FP4,
+    NF4,
+    IQ4,
+    IQ4_SIGNED,
     Q8,
     Q8_AFFINE,
     Q8_SUPER,
@@ -41,17 +48,30 @@ static inline int bits_of(Kind kind) { return kind < Q8 ? 4 : 8; }
 
 static inline Scales scales_of(Kind kind) {
     static const Scales of[NUM_KINDS] = {SYMMETRIC, AFFINE, SUPER,      SYMMETRIC,
+                                         SYMMETRIC, SYMMETRIC, SIGNED,  SYMMETRIC,
                                          AFFINE,    SUPER,  HALF_BLOCK, HALF_BLOCK};
     return of[kind];
 }
 
+// The values that codes select; NULL where codes are numbers.
+static inline const int8_t *levels_of(Kind kind) {
+    switch (kind) {
+        case FP4: return FP4_LEVELS;
+        case NF4: return NF4_LEVELS;
+        case IQ4:
+        case IQ4_SIGNED: return IQ4_LEVELS;
+        default: return NULL;
+    }
+}
+
 static inline long block_bytes(Kind kind) {
-    long scales = scales_of(kind) == AFFINE ? 4 : 2;
+    long scales = scales_of(kind) == AFFINE ? 4 : scales_of(kind) == SIGNED ? 1 : 2;
     return (bits_of(kind) * 4 + scales) * PANEL;
 }
 static inline long super_bytes(Kind kind) {
-    if (scales_of(kind) == SUPER) return 4 * PANEL;
-    return scales_of(kind) == HALF_BLOCK ? 2 * PANEL : 0;
+    Scales scales = scales_of(kind);
+    if (scales == SUPER) return 4 * PANEL;
+    return scales == SIGNED || scales == HALF_BLOCK ? 2 * PANEL : 0;
 }
 
 // The unit of D before eight blocks.
@@ -181,6 +201,7 @@ static inline PanelInts join_planes(const PanelInts *sum, int count, int r) {
 INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
                                 const int count, WideFloats *out) {
     const Scales scales = scales_of(kind);
+    const int8_t *levels = levels_of(kind);
     const long code_bytes = bits_of(kind) * 4 * PANEL, step = block_bytes(kind);
     const int8_t *q[PLANES * TILE];  // the high parts of all rows, then the low parts
     WideFloats sum[TILE], super = broadcast_wide(0), lowest = broadcast_wide(0);
@@ -194,7 +215,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
     for (long b = 0; b < x->blocks; b++, w += step, offset += 2) {
         WideFloats d, m = broadcast_wide(0), d2 = broadcast_wide(0);
         if (count <= PREFETCH_ROWS) prefetch_codes(w, step);
-        if ((scales == SUPER || scales == HALF_BLOCK) && b % 8 == 0) {
+        if (super_bytes(kind) && b % 8 == 0) {
             super = load_halfs(w) * broadcast_wide(super_unit(kind));
             if (scales == SUPER) lowest = -load_halfs(w + 2 * PANEL);
             w += super_bytes(kind);
@@ -202,7 +223,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
         const uint8_t *s = w + code_bytes;
         if (scales == SYMMETRIC) {
             d = load_halfs(s);
-            m = d * broadcast_wide(-8);
+            if (kind == Q4) m = d * broadcast_wide(-8);
         } else if (scales == AFFINE) {
             d = load_halfs(s);
             m = load_halfs(s + 2 * PANEL);
@@ -211,11 +232,12 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
             m = lowest * load_unsigned(s + PANEL);
         } else {
             d = super * load_signed(s);
-            d2 = super * load_signed(s + PANEL);
+            if (scales == HALF_BLOCK) d2 = super * load_signed(s + PANEL);
         }
         PanelInts left[PLANES * TILE], right[PLANES * TILE];
         if (bits_of(kind) == 4) {
-            dots_4bit(w, q, PLANES * count, left);
+            if (levels) dots_levels(w, levels, q, PLANES * count, left);
+            else dots_4bit(w, q, PLANES * count, left);
         } else {
             dots_8bit(w, q, 0, PLANES * count, left);
             dots_8bit(w, q, 16, PLANES * count, right);
@@ -226,6 +248,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
             WideFloats row_scale = broadcast_wide(scale[r * x->blocks + b]);
             PanelInts first = join_planes(left, count, r);
             if (bits_of(kind) == 4) {
+                if (levels) first = lower_codes(first, at[0] + at[1]);
                 sum[r] = fuse_wide(d * row_scale, to_floats(first), sum[r]);
                 continue;
             }
@@ -265,6 +288,10 @@ static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, 
         case Q4: multiply_panel_kind(w, Q4, x, row, count, out); break;
         case Q4_AFFINE: multiply_panel_kind(w, Q4_AFFINE, x, row, count, out); break;
         case Q4_SUPER: multiply_panel_kind(w, Q4_SUPER, x, row, count, out); break;
+        case FP4: multiply_panel_kind(w, FP4, x, row, count, out); break;
+        case NF4: multiply_panel_kind(w, NF4, x, row, count, out); break;
+        case IQ4: multiply_panel_kind(w, IQ4, x, row, count, out); break;
+        case IQ4_SIGNED: multiply_panel_kind(w, IQ4_SIGNED, x, row, count, out); break;
         case Q8: multiply_panel_kind(w, Q8, x, row, count, out); break;
         case Q8_AFFINE: multiply_panel_kind(w, Q8_AFFINE, x, row, count, out); break;
         case Q8_SUPER: multiply_panel_kind(w, Q8_SUPER, x, row, count, out); break;
@@ -660,6 +687,7 @@ static void dequantize_row(const Matrix *m, long row, float *out) {
     }
     const Kind kind = s->kind;
     const Scales scales = scales_of(kind);
+    const int8_t *levels = levels_of(kind);
     const uint8_t *w = s->data + row / PANEL * panel_bytes(kind, m->columns);
     int lane = row % PANEL;
     float super = 0, lowest = 0;
@@ -675,6 +703,8 @@ static void dequantize_row(const Matrix *m, long row, float *out) {
             if (scales == SUPER) {
                 d = super * at[lane];
                 minimum = lowest * at[PANEL + lane];
+            } else if (scales == SIGNED) {
+                d = super * (int8_t)at[lane];
             } else if (scales == HALF_BLOCK) {
                 d = super * (int8_t)at[i / 16 * PANEL + lane];
             } else {
@@ -685,8 +715,9 @@ static void dequantize_row(const Matrix *m, long row, float *out) {
             int q;
             if (bits_of(kind) == 8) q = (int8_t)w[i / 16 * 16 * PANEL + j];
             else q = i < 16 ? w[j] & 15 : w[j] >> 4;
-            if (scales == AFFINE || scales == SUPER) *out++ = d * q + minimum;
-            else *out++ = bits_of(kind) == 4 ? d * (q - 8) : d * q;
+            if (levels) q = levels[q];
+            else if (kind == Q4) q -= 8;
+            *out++ = d * q + minimum;
         }
     }
 }

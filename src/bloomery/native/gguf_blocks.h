@@ -4,6 +4,7 @@
 // A value is code * scale, with one scale for 16 or 32 columns (Q4_1, Q5_1, Q4_K, Q5_K and Q2_K
 // also have an offset). The type is a constant at each call, so the compiler keeps one case.
 #pragma once
+#include "levels.h"
 #include "native.h"
 
 // The numbers are those of PACKED_TYPES in ops.py.
@@ -31,12 +32,13 @@ typedef enum {
     TQ2_0,
     Q1_0,
     MXFP4,
-    NVFP4
+    NVFP4,
+    NF4_BLOCK  // no type of GGUF: a float16 scale, then codes in the order of IQ4_NL
 } Type;
 
 static inline long type_bytes(Type type) {
     static const long of[] = {18,  20, 144, 34, 22, 24,  176, 210, 84, 110, 18, 136,
-                              66, 74, 82,  98, 110, 50, 56,  54,  66, 18,  17, 36};
+                              66, 74, 82,  98, 110, 50, 56,  54,  66, 18,  17, 36, 18};
     return of[type];
 }
 
@@ -48,7 +50,8 @@ static inline int type_columns(Type type) {
         case Q5_0:
         case Q5_1:
         case IQ4_NL:
-        case MXFP4: return 32;
+        case MXFP4:
+        case NF4_BLOCK: return 32;
         case NVFP4: return 64;
         case Q1_0: return 128;
         default: return 256;
@@ -68,11 +71,6 @@ static inline uint32_t read_u32(const uint8_t *at) {
 }
 
 // ---- codes -------------------------------------------------------------------------------------
-
-static const int8_t IQ4_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                      1,    13,   25,  38,  53,  69,  89,  113};
-// Twice the values of a 4-bit float with two bits of exponent.
-static const int8_t FP4_LEVELS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 static inline int fifth_bit(const uint8_t *mask, int i) {
     return (mask[i / 8] >> (i % 8) & 1) << 4;
@@ -179,7 +177,7 @@ static inline void split_nibbles(const uint8_t *nibbles, uint8_t *q) {
 }
 
 // Writes the 32 codes of sub-block `sub` as bytes: 0 .. 31 for Q5_1 and Q5_K, 0 .. 3 for
-// Q2_K, else signed. Types of four bits (Q4_0, Q4_1, Q4_K) are packed without it.
+// Q2_K, else signed. Types of four bits are packed without it.
 INLINE void unpack_codes(const Type type, const uint8_t *b, int sub, const int8_t *grid,
                          uint8_t *q) {
     if (type >= IQ2_XXS && type <= IQ1_M) {
@@ -198,9 +196,6 @@ INLINE void unpack_codes(const Type type, const uint8_t *b, int sub, const int8_
     uint8_t four[32] = {0};
     if (type == Q5_0) split_nibbles(b + 6, four);
     if (type == Q5_1) split_nibbles(b + 8, four);
-    if (type == IQ4_NL) split_nibbles(b + 2, four);
-    if (type == IQ4_XS) split_nibbles(b + 8 + 16 * sub, four);
-    if (type == MXFP4) split_nibbles(b + 1, four);
     for (int i = 0; i < 32; i++) {
         // Two bits a column: the four sub-blocks of 128 columns share 32 bytes.
         int pair = sub / 4 * 32 + i, shift = sub % 4 * 2;
@@ -223,9 +218,6 @@ INLINE void unpack_codes(const Type type, const uint8_t *b, int sub, const int8_
             case Q2_K: q[i] = b[16 + pair] >> shift & 3; break;
             case Q3_K: q[i] = ((b[32 + pair] >> shift & 3) | (b[i] >> sub & 1) << 2) - 4; break;
             case TQ2_0: q[i] = (b[pair] >> shift & 3) - 1; break;
-            case IQ4_NL:
-            case IQ4_XS: q[i] = IQ4_LEVELS[four[i]]; break;
-            case MXFP4: q[i] = FP4_LEVELS[four[i]]; break;
             case NVFP4: {
                 const uint8_t *group = b + 4 + 16 * sub + i / 16 * 8;
                 q[i] = FP4_LEVELS[group[i % 8] >> (i % 16 / 8 * 4) & 15];

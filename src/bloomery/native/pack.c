@@ -1,13 +1,20 @@
 // Repacks GGUF blocks into the panels of gemm.c. Codes and scales keep their values and are
-// interleaved. Codes of more than four bits, and entries of codebooks, take one byte each. Only
-// Q2_K and NVFP4, whose scales fit no panel, are rounded to eight bits.
+// interleaved. Codes of more than four bits, and entries of grids, take one byte each. Only Q2_K and
+// NVFP4, whose scales fit no panel, are rounded to eight bits.
 #include "gguf_blocks.h"
 
 #include <math.h>
 #include <stdlib.h>
 
 // How a panel holds a type: see gemm.c.
-typedef enum { SCALE_PER_BLOCK, SCALE_AND_OFFSET, SUPER_BLOCK, HALF_BLOCKS, ROUNDED } Layout;
+typedef enum {
+    SCALE_PER_BLOCK,
+    SCALE_AND_OFFSET,
+    SUPER_BLOCK,
+    SIGNED_FACTORS,
+    HALF_BLOCKS,
+    ROUNDED
+} Layout;
 
 static inline Layout layout_of(Type type) {
     switch (type) {
@@ -15,6 +22,7 @@ static inline Layout layout_of(Type type) {
         case Q5_1: return SCALE_AND_OFFSET;
         case Q4_K:
         case Q5_K: return SUPER_BLOCK;
+        case IQ4_XS: return SIGNED_FACTORS;
         case Q2_K:
         case NVFP4: return ROUNDED;
         case Q4_0:
@@ -22,6 +30,7 @@ static inline Layout layout_of(Type type) {
         case Q5_0:
         case IQ4_NL:
         case MXFP4:
+        case NF4_BLOCK:
         case TQ1_0:
         case TQ2_0:
         case Q1_0: return SCALE_PER_BLOCK;
@@ -29,18 +38,35 @@ static inline Layout layout_of(Type type) {
     }
 }
 
-static inline int packed_bits(Type type) { return type <= Q4_K ? 4 : 8; }
+// Where a block keeps the 4-bit codes of sub-block `sub` in the order of a panel: code i in the low
+// and code i + 16 in the high half of a byte. -1: in another order, or as other codes.
+INLINE int nibble_offset(const Type type, int sub) {
+    switch (type) {
+        case MXFP4: return 1;
+        case Q4_0:
+        case IQ4_NL:
+        case NF4_BLOCK: return 2;
+        case Q4_1: return 4;
+        case IQ4_XS: return 8 + 16 * sub;
+        default: return -1;
+    }
+}
+
+static inline int packed_bits(Type type) {
+    return type == Q4_K || nibble_offset(type, 0) >= 0 ? 4 : 8;
+}
 
 // The bytes of the scales of a panel, for 32 columns.
 static inline long scale_bytes(Type type) {
-    return (layout_of(type) == SCALE_AND_OFFSET ? 4 : 2) * PANEL;
+    Layout layout = layout_of(type);
+    return (layout == SCALE_AND_OFFSET ? 4 : layout == SIGNED_FACTORS ? 1 : 2) * PANEL;
 }
 
 // The bytes before each eight blocks of 32 columns.
 static inline long head_bytes(Type type) {
     Layout layout = layout_of(type);
     if (layout == SUPER_BLOCK) return 4 * PANEL;
-    return layout == HALF_BLOCKS ? 2 * PANEL : 0;
+    return layout == SIGNED_FACTORS || layout == HALF_BLOCKS ? 2 * PANEL : 0;
 }
 
 static inline long packed_panel_bytes(Type type, long columns) {
@@ -57,8 +83,8 @@ INLINE void interleave(const uint8_t *bytes, int count, int row, uint8_t *to) {
 // the high half, or 32 bytes. Returns the scale of a sub-block that was rounded.
 INLINE uint16_t pack_codes(const Type type, const uint8_t *b, int sub, const int8_t *grid,
                            uint8_t *to) {
-    if (type == Q4_0 || type == Q4_1) {  // the order of the file
-        memcpy(to, b + (type == Q4_0 ? 2 : 4), 16);
+    if (nibble_offset(type, sub) >= 0) {
+        memcpy(to, b + nibble_offset(type, sub), 16);
         return 0;
     }
     if (layout_of(type) == ROUNDED) {
@@ -90,6 +116,7 @@ INLINE void pack_scales(const Type type, const uint8_t *b, int sub, int row, uin
             memcpy(to + 2 * PANEL + 2 * row, b + 2, 2);
             break;
         case SUPER_BLOCK: scale_and_minimum(b + 4, sub, to + row, to + PANEL + row); break;
+        case SIGNED_FACTORS: to[row] = (uint8_t)group_factor(type, b, sub, 0); break;
         case HALF_BLOCKS:
             to[row] = (uint8_t)group_factor(type, b, sub, 0);
             to[PANEL + row] = (uint8_t)group_factor(type, b, sub, 1);
@@ -141,7 +168,7 @@ INLINE void pack_panel(const Type type, const Pack *a, long p) {
 #define FOR_EACH_TYPE(X)                                                                       \
     X(Q4_0) X(Q4_1) X(Q4_K) X(Q8_0) X(Q5_0) X(Q5_1) X(Q5_K) X(Q6_K) X(Q2_K) X(Q3_K) X(IQ4_NL)  \
     X(IQ4_XS) X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(IQ3_XXS) X(IQ3_S) X(IQ1_S) X(IQ1_M) X(TQ1_0)     \
-    X(TQ2_0) X(Q1_0) X(MXFP4) X(NVFP4)
+    X(TQ2_0) X(Q1_0) X(MXFP4) X(NVFP4) X(NF4_BLOCK)
 FOR_EACH_TYPE(DEFINE_PACK)
 
 typedef void PackPanel(const Pack *a, long p);

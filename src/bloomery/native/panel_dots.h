@@ -57,6 +57,26 @@ INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count,
     }
 }
 
+// Like dots_4bit, with codes that select one of 16 signed bytes, raised by 128.
+INLINE void dots_levels(const uint8_t *w, const int8_t *levels, const int8_t *const *x,
+                        const int count, PanelInts *sum) {
+    const __m512i low = _mm512_set1_epi8(15), offset = _mm512_set1_epi8(-128);
+    const __m128i row = _mm_loadu_si128((const __m128i *)levels);
+    const __m512i table = _mm512_xor_si512(_mm512_broadcast_i32x4(row), offset);
+    for (int r = 0; r < count; r++) sum[r] = _mm512_setzero_si512();
+    for (int j = 0; j < 4; j++) {
+        __m512i both = _mm512_loadu_si512(w + 64 * j), left = _mm512_and_si512(both, low);
+        __m512i right = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        __m512i first = _mm512_shuffle_epi8(table, left);
+        __m512i second = _mm512_shuffle_epi8(table, right);
+        for (int r = 0; r < count; r++) {
+            __m512i a = _mm512_set1_epi32(four_columns(x[r] + 4 * j));
+            __m512i b = _mm512_set1_epi32(four_columns(x[r] + 16 + 4 * j));
+            sum[r] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum[r], first, a), second, b);
+        }
+    }
+}
+
 INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
                       PanelInts *sum) {
     const __m512i offset = _mm512_set1_epi8(-128);
@@ -125,40 +145,58 @@ INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count,
 #endif
 }
 
-// Multiplies 16 columns of 8 bits with `count` rows. The instructions take an unsigned first
-// factor: with VNNI the codes are raised by 128, without it their signs move to the second factor.
+// Adds products of signed codes with x. The instructions take an unsigned first factor: with VNNI the
+// codes are raised by 128, without it their signs move to the second factor.
 #if defined(dot_bytes)
 #define UNSIGNED_CODES
-INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
-                      PanelInts *sum) {
-    const __m256i offset = _mm256_set1_epi8(-128);
-    for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
-    for (int j = 0; j < 4; j++) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(w + PANEL * column + 32 * j));
-        __m256i codes = _mm256_xor_si256(a, offset);
-        for (int r = 0; r < count; r++) {
-            sum[r] = dot_bytes(sum[r], codes, broadcast_columns(x[r] + column + 4 * j));
-            force_now(sum[r]);
-        }
-    }
+static inline __m256i raise_codes(__m256i codes) {
+    return _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+}
+static inline __m256i dot_codes(__m256i sum, __m256i raised, __m256i x) {
+    return dot_bytes(sum, raised, x);
 }
 #else
-INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
-                      PanelInts *sum) {
-    const __m256i one = _mm256_set1_epi16(1);
+static inline __m256i raise_codes(__m256i codes) { return codes; }
+static inline __m256i dot_codes(__m256i sum, __m256i codes, __m256i x) {
+    __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
+}
+#endif
+
+// Like dots_4bit, with codes that select one of 16 signed bytes.
+INLINE void dots_levels(const uint8_t *w, const int8_t *levels, const int8_t *const *x,
+                        const int count, PanelInts *sum) {
+    const __m256i low = _mm256_set1_epi8(15);
+    const __m128i row = _mm_loadu_si128((const __m128i *)levels);
+    const __m256i table = raise_codes(_mm256_broadcastsi128_si256(row));
     for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
     for (int j = 0; j < 4; j++) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)(w + PANEL * column + 32 * j));
-        __m256i size = _mm256_abs_epi8(a);
+        __m256i both = _mm256_loadu_si256((const __m256i *)(w + 32 * j));
+        __m256i left = _mm256_and_si256(both, low);
+        __m256i right = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+        __m256i first = _mm256_shuffle_epi8(table, left);
+        __m256i second = _mm256_shuffle_epi8(table, right);
         for (int r = 0; r < count; r++) {
-            __m256i products = _mm256_maddubs_epi16(
-                size, _mm256_sign_epi8(broadcast_columns(x[r] + column + 4 * j), a));
-            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(products, one));
+            sum[r] = dot_codes(sum[r], first, broadcast_columns(x[r] + 4 * j));
+            sum[r] = dot_codes(sum[r], second, broadcast_columns(x[r] + 16 + 4 * j));
             force_now(sum[r]);
         }
     }
 }
-#endif
+
+// Multiplies 16 columns of 8 bits with `count` rows.
+INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
+                      PanelInts *sum) {
+    for (int r = 0; r < count; r++) sum[r] = _mm256_setzero_si256();
+    for (int j = 0; j < 4; j++) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(w + PANEL * column + 32 * j));
+        __m256i codes = raise_codes(a);
+        for (int r = 0; r < count; r++) {
+            sum[r] = dot_codes(sum[r], codes, broadcast_columns(x[r] + column + 4 * j));
+            force_now(sum[r]);
+        }
+    }
+}
 
 static inline PanelInts times_128(PanelInts x) { return _mm256_slli_epi32(x, 7); }
 static inline PanelInts add_ints(PanelInts a, PanelInts b) { return _mm256_add_epi32(a, b); }
@@ -197,6 +235,26 @@ INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count,
                   first_high = vreinterpretq_s8_u8(vandq_u8(high, nibble)),
                   second_low = vreinterpretq_s8_u8(vshrq_n_u8(low, 4)),
                   second_high = vreinterpretq_s8_u8(vshrq_n_u8(high, 4));
+        for (int r = 0; r < count; r++) {
+            int8x16_t a = broadcast_columns(x[r] + 4 * j), b = broadcast_columns(x[r] + 16 + 4 * j);
+            sum[r].low = dot_columns(dot_columns(sum[r].low, first_low, a), second_low, b);
+            sum[r].high = dot_columns(dot_columns(sum[r].high, first_high, a), second_high, b);
+        }
+    }
+}
+
+// Like dots_4bit, with codes that select one of 16 signed bytes.
+INLINE void dots_levels(const uint8_t *w, const int8_t *levels, const int8_t *const *x,
+                        const int count, PanelInts *sum) {
+    const uint8x16_t nibble = vdupq_n_u8(15);
+    const int8x16_t table = vld1q_s8(levels);
+    for (int r = 0; r < count; r++) sum[r] = (PanelInts){vdupq_n_s32(0), vdupq_n_s32(0)};
+    for (int j = 0; j < 4; j++) {
+        uint8x16_t low = vld1q_u8(w + 32 * j), high = vld1q_u8(w + 32 * j + 16);
+        int8x16_t first_low = vqtbl1q_s8(table, vandq_u8(low, nibble)),
+                  first_high = vqtbl1q_s8(table, vandq_u8(high, nibble)),
+                  second_low = vqtbl1q_s8(table, vshrq_n_u8(low, 4)),
+                  second_high = vqtbl1q_s8(table, vshrq_n_u8(high, 4));
         for (int r = 0; r < count; r++) {
             int8x16_t a = broadcast_columns(x[r] + 4 * j), b = broadcast_columns(x[r] + 16 + 4 * j);
             sum[r].low = dot_columns(dot_columns(sum[r].low, first_low, a), second_low, b);
@@ -257,6 +315,21 @@ INLINE void dots_4bit(const uint8_t *w, const int8_t *const *x, const int count,
     }
 }
 
+// Like dots_4bit, with codes that select one of 16 signed bytes.
+INLINE void dots_levels(const uint8_t *w, const int8_t *levels, const int8_t *const *x,
+                        const int count, PanelInts *sum) {
+    for (int r = 0; r < count; r++) sum[r] = (PanelInts){0};
+    for (int j = 0; j < 4; j++) {
+        int8_t first[32], second[32];
+        for (int i = 0; i < 32; i++) {
+            first[i] = levels[w[32 * j + i] & 15];
+            second[i] = levels[w[32 * j + i] >> 4];
+        }
+        for (int r = 0; r < count; r++)
+            sum[r] = dot_four(dot_four(sum[r], first, x[r] + 4 * j), second, x[r] + 16 + 4 * j);
+    }
+}
+
 INLINE void dots_8bit(const uint8_t *w, const int8_t *const *x, long column, const int count,
                       PanelInts *sum) {
     const int8_t *codes = (const int8_t *)w + PANEL * column;
@@ -274,7 +347,7 @@ static inline WideFloats to_floats(PanelInts x) { return __builtin_convertvector
 #endif
 #endif
 
-// Undoes the raising of codes of eight bits in a sum of products.
+// Undoes the raising of signed codes in a sum of products.
 static inline PanelInts lower_codes(PanelInts x, int32_t offset) {
 #if defined(UNSIGNED_CODES)
     return add_ints(x, broadcast_int(offset));

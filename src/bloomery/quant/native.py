@@ -1,12 +1,12 @@
 """Weights for the native CPU kernels: GGUF blocks, and other packed weights as such blocks.
 
 Packed weights of up to four bits keep their codes and scales. The offset of a block, zero point
-times scale, is rounded to float16: an error below a hundredth of a quantization step. MXFP4 has
-blocks of its own, whose codes become 8-bit integers without rounding. Weights that such blocks
-cannot express (other codebooks, 8-bit floats, act-order) are rounded to eight bits, where the
-largest value of a block is 127 steps. This adds little to the format's own rounding error, and is
-many times faster than dequantizing before every product. The kernels round activations to 15 bits
-with AVX-512, elsewhere to eight.
+times scale, is rounded to float16: an error below a hundredth of a quantization step. MXFP4 and NF4
+have blocks of their own; the values of NF4 are rounded to multiples of 1/112 there. Weights that
+such blocks cannot express (other codebooks, 8-bit floats, act-order) are rounded to eight bits,
+where the largest value of a block is 127 steps. This adds little to the format's own rounding
+error, and is many times faster than dequantizing before every product. The kernels round
+activations to 15 bits with AVX-512, elsewhere to eight.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from bloomery.kernels.packed import CodebookWeight, GroupedScales, unpack_codes
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.int8 import quantize_int8
+from bloomery.quant.nf4 import NF4
 
 BLOCK_COLUMNS = 32  # of Q4_1 and Q8_0 blocks
 Q8_0_BLOCK_BYTES = 2 + BLOCK_COLUMNS  # a float16 scale and a byte per code
+NUM_LEVELS = 16  # values that a code of four bits selects
+NF4_STEPS = 112  # of the largest value, as in levels.h
 MIN_NORMAL_HALF = 2.0**-14  # smaller float16 numbers have fewer digits
 
 
@@ -99,6 +102,8 @@ def pack_native(
         segment = ops.pack_segment(pool, "Q4_1", encode_q4_1(packed), columns)
     elif isinstance(packed, CodebookWeight) and fits_mxfp4(packed):
         segment = ops.pack_segment(pool, "MXFP4", encode_mxfp4(packed), columns)
+    elif isinstance(packed, CodebookWeight) and fits_nf4(packed):
+        segment = ops.pack_segment(pool, "NF4", encode_nf4(packed), columns)
     elif isinstance(packed, GroupedScales) and fits_q8_0(packed):
         segment = ops.pack_segment(pool, "Q8_0", encode_q8_0(packed), columns)
     else:
@@ -122,6 +127,15 @@ def fits_q4_1(packed: GroupedScales) -> bool:
 def fits_mxfp4(packed: CodebookWeight) -> bool:
     """Whether MXFP4 blocks can hold the codes and exponents of a weight."""
     return packed.is_mxfp4 and packed.block_size % BLOCK_COLUMNS == 0
+
+
+def fits_nf4(packed: CodebookWeight) -> bool:
+    """Whether NF4 blocks can hold the codes and scales of a weight."""
+    if packed.is_mxfp4 or packed.block_size % BLOCK_COLUMNS:
+        return False
+    if packed.table[:NUM_LEVELS].tolist() != torch.tensor(NF4).tolist():
+        return False
+    return bool(packed.dequantized_absmax.min() >= MIN_NORMAL_HALF * NF4_STEPS)
 
 
 def fits_q8_0(packed: GroupedScales) -> bool:
@@ -157,49 +171,50 @@ def round_to_q8_0(
 
 
 def encode_q4_1(packed: GroupedScales) -> torch.Tensor:
-    """Encode as Q4_1 blocks, uint8 [rows, bytes]: scale, offset, then 32 codes of four bits.
-
-    The last 16 codes of a block are in the high halves of its 16 bytes.
-    """
-    codes = unpack_codes(packed.codes, packed.bits)
-    codes = codes.unflatten(1, (-1, BLOCK_COLUMNS))
-    half = BLOCK_COLUMNS // 2
-    nibbles = codes[..., :half] | codes[..., half:] << 4
+    """Encode as Q4_1 blocks, uint8 [rows, bytes]: scale, offset, then 32 codes of four bits."""
     zero_point = packed.zero_point
     if zero_point is None:
         zero_point = torch.full_like(packed.scale, packed.default_zero_point)
     offset = -(zero_point.float() * packed.scale.float())
-    scale_bytes = repeat_for_blocks(packed, packed.scale)
-    offset_bytes = repeat_for_blocks(packed, offset)
-    blocks = torch.cat([scale_bytes, offset_bytes, nibbles], -1)
-    return blocks.flatten(1)
+    scale_bytes = repeat_for_blocks(packed.scale, packed.group_size)
+    offset_bytes = repeat_for_blocks(offset, packed.group_size)
+    nibbles = encode_nibbles(packed.codes, packed.bits)
+    return torch.cat([scale_bytes, offset_bytes, nibbles], -1).flatten(1)
 
 
 def encode_mxfp4(packed: CodebookWeight) -> torch.Tensor:
-    """Encode as GGUF's MXFP4 blocks, uint8 [rows, bytes]: exponent, then 32 codes of four bits.
-
-    The last 16 codes of a block are in the high halves of its 16 bytes.
-    """
-    codes = unpack_codes(packed.codes, 4)
-    codes = codes.unflatten(1, (-1, BLOCK_COLUMNS))
-    half = BLOCK_COLUMNS // 2
-    nibbles = codes[..., :half] | codes[..., half:] << 4
+    """Encode as GGUF's MXFP4 blocks, uint8 [rows, bytes]: exponent, then 32 codes of four bits."""
     blocks_per_exponent = packed.block_size // BLOCK_COLUMNS
     exponents = packed.absmax.repeat_interleave(blocks_per_exponent, 1)
-    return torch.cat([exponents[..., None], nibbles], -1).flatten(1)
+    return torch.cat([exponents[..., None], encode_nibbles(packed.codes, 4)], -1).flatten(1)
+
+
+def encode_nf4(packed: CodebookWeight) -> torch.Tensor:
+    """Encode as NF4 blocks, uint8 [rows, bytes]: float16 scale, then 32 codes of four bits."""
+    scale = packed.dequantized_absmax / NF4_STEPS
+    scale_bytes = repeat_for_blocks(scale, packed.block_size)
+    return torch.cat([scale_bytes, encode_nibbles(packed.codes, 4)], -1).flatten(1)
 
 
 def encode_q8_0(packed: GroupedScales) -> torch.Tensor:
     """Encode as Q8_0 blocks, uint8 [rows, bytes]: scale, then 32 codes."""
     code_bytes = packed.codes.view(torch.uint8)
     codes = code_bytes.unflatten(1, (-1, BLOCK_COLUMNS))
-    scale_bytes = repeat_for_blocks(packed, packed.scale)
-    blocks = torch.cat([scale_bytes, codes], -1)
-    return blocks.flatten(1)
+    scale_bytes = repeat_for_blocks(packed.scale, packed.group_size)
+    return torch.cat([scale_bytes, codes], -1).flatten(1)
 
 
-def repeat_for_blocks(packed: GroupedScales, values: torch.Tensor) -> torch.Tensor:
+def encode_nibbles(packed_codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Arrange codes of at most four bits as blocks have them: uint8 [rows, blocks, 16].
+
+    The last 16 codes of a block are in the high halves of its 16 bytes.
+    """
+    codes = unpack_codes(packed_codes, bits).unflatten(1, (-1, BLOCK_COLUMNS))
+    half = BLOCK_COLUMNS // 2
+    return codes[..., :half] | codes[..., half:] << 4
+
+
+def repeat_for_blocks(values: torch.Tensor, group_size: int) -> torch.Tensor:
     """Repeat the value of each group for its blocks, as float16 bytes: [rows, blocks, 2]."""
-    blocks_per_group = packed.group_size // BLOCK_COLUMNS
-    repeated = values.half().repeat_interleave(blocks_per_group, 1)
+    repeated = values.half().repeat_interleave(group_size // BLOCK_COLUMNS, 1)
     return repeated[..., None].view(torch.uint8)
