@@ -212,7 +212,10 @@ def test_open_source_by_kind(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, a=torch.zeros(1))
     artifact = ModelArtifact("x", "folder", tmp_path, "local folder")
     assert set(open_source(artifact).names()) == {"a"}
-    assert isinstance(open_source(artifact, "dummy"), DummySource)
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float16"}')
+    dummy = open_source(artifact, "dummy")
+    assert isinstance(dummy, DummySource)
+    assert dummy.tensor("a.weight", (2, 2)).dtype == torch.float16
     assert "blk.0.attn_q.weight" in open_source(locate_model(None)).names()
 
 

@@ -159,15 +159,22 @@ def test_extreme_activations_change_only_their_own_row(
     assert bool(y[1].abs().max() < 1e-30 if value == 1e-38 else y[1].isnan().all())
 
 
+@pytest.mark.parametrize("dtype", ops.FLOAT_KINDS)
 @FEW_EXAMPLES
-@given(rows=SIZES, columns=st.integers(1, 90), tokens=st.integers(1, 9), seed=SEEDS)
-def test_products_of_float32_weights(
-    pool: ThreadPool, rows: int, columns: int, tokens: int, seed: int
+@given(rows=SIZES, columns=st.integers(1, 2100), tokens=st.integers(1, 15), seed=SEEDS)
+def test_products_of_floats(
+    any_pool: ThreadPool, dtype: torch.dtype, rows: int, columns: int, tokens: int, seed: int
 ) -> None:
-    weight = random_normal(seed, rows, columns)
+    pool = any_pool
+    weight = random_normal(seed, rows, columns).to(dtype)
     x = random_normal(seed + 1, tokens, columns)
-    matrix = ops.NativeMatrix.from_dense(pool, weight)
-    assert_close(ops.linear(pool, matrix, x), F.linear(x, weight))
+    matrix = ops.NativeMatrix.from_floats(pool, weight)
+    assert torch.equal(ops.gather_rows(pool, matrix, torch.arange(rows)), weight.float())
+    y = ops.linear(pool, matrix, x)
+    exact = F.linear(x.double(), weight.double())
+    assert torch.allclose(y.double(), exact, rtol=1e-5, atol=2e-6 * columns**0.5)
+    one_by_one = torch.cat([ops.linear(pool, matrix, row[None]) for row in x])
+    assert torch.equal(y, one_by_one)  # a row does not depend on the other rows
 
 
 @FEW_EXAMPLES

@@ -24,6 +24,7 @@ import torch
 
 from bloomery.artifacts import gguf, safetensors
 from bloomery.artifacts.locate import ModelArtifact
+from bloomery.describe import checkpoint_dtype
 from bloomery.errors import CheckpointError
 from bloomery.kernels.random_init import fill_random, fill_random_bytes
 from bloomery.models.gguf_dequant import Dequantize, find_dequantizer
@@ -84,7 +85,7 @@ def ignore_progress(count: int) -> None:
 def open_source(artifact: ModelArtifact, load_format: str = "auto") -> WeightSource:
     """Open the weights of a model, or random weights if `load_format` is "dummy"."""
     if load_format == "dummy":
-        return DummySource()
+        return DummySource(getattr(torch, checkpoint_dtype(artifact, dummy=True)))
     if artifact.kind == "gguf":
         return FileSource.gguf(gguf.read_gguf(artifact.path, read_string_arrays=False))
     return FileSource.safetensors(artifact.path)

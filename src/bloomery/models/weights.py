@@ -36,7 +36,7 @@ from bloomery.quant.base import (
     WeightFormat,
     WeightMatrix,
 )
-from bloomery.quant.dense import DenseFormat, DenseWeight
+from bloomery.quant.dense import DenseFormat, prepare_dense
 from bloomery.quant.lazy_tensor import LazyTensor, Range
 from bloomery.spec import (
     AttentionSpec,
@@ -440,8 +440,8 @@ class ModelWeights:
         self.loaded_bytes += down.nbytes + up.nbytes
         pool = self.pool
         low_rank = LowRankPart(
-            LinearLayer(DenseWeight.from_tensor(down, pool), pool=pool),
-            LinearLayer(DenseWeight.from_tensor(up, pool), linear.bias, pool=pool),
+            LinearLayer(prepare_dense(down, self.dtype, pool), pool=pool),
+            LinearLayer(prepare_dense(up, self.dtype, pool), linear.bias, pool=pool),
         )
         return replace(linear, bias=None, low_rank=low_rank)
 

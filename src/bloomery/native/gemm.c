@@ -1,4 +1,5 @@
-// Matrix products: weights of few bits (or float32) times rows of activations of 15 or 8 bits.
+// Matrix products: weights of few bits times rows of activations of 15 or 8 bits, and weights of 16 or
+// 32 bits times float32.
 //
 // A matrix is stored in panels of P = PANEL rows, one block of 32 columns after the other. Inside a
 // block the codes are interleaved: four columns of row 0, the same four of row 1, and so on. One
@@ -20,6 +21,9 @@
 //            HALF_BLOCK scale[2][P] signed bytes, one for 16 columns; d = D * scale
 //   Before each eight blocks of SUPER lie D[P], M[P], of SIGNED and HALF_BLOCK D[P], all float16.
 //   Q8_EIGHTHS is Q8_HALF_BLOCK with D in eighths, which float16 could not hold without loss.
+//
+// F32, BF16 and F16 are weights in full precision: of each column of a panel the floats of its rows.
+// The activations that they multiply are not rounded.
 #include "levels.h"
 #include "panel_dots.h"
 
@@ -41,8 +45,13 @@ typedef enum {
     Q8_HALF_BLOCK,
     Q8_EIGHTHS,
     NUM_KINDS,
-    F32 = 16
+    F32 = 16,
+    BF16,
+    F16
 } Kind;
+
+static inline bool holds_floats(int kind) { return kind >= F32; }
+static inline long float_bytes(Kind kind) { return kind == F32 ? 4 : 2; }
 
 static inline int bits_of(Kind kind) { return kind < Q8 ? 4 : 8; }
 
@@ -78,6 +87,7 @@ static inline long super_bytes(Kind kind) {
 static inline float super_unit(Kind kind) { return kind == Q8_EIGHTHS ? 0.125f : 1.0f; }
 
 static inline long panel_bytes(Kind kind, long columns) {
+    if (holds_floats(kind)) return PANEL * columns * float_bytes(kind);
     return columns / BLOCK * block_bytes(kind) + columns / (8 * BLOCK) * super_bytes(kind);
 }
 
@@ -300,54 +310,78 @@ static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, 
     }
 }
 
-// ---- full precision ----------------------------------------------------------------------------
+// ---- one panel of floats times up to FLOAT_TILE rows -------------------------------------------
 
-// Multiplies `height` (at most 4) rows of float32 weights with `count` (at most 3) rows of
-// activations: the weights are read once.
-INLINE void multiply_dense_rows(const float *w, long columns, const int height, const float *x,
-                                const int count, float out[3][4]) {
-    f32x8 sum[3][4];
-    for (int r = 0; r < count; r++)
-        for (int o = 0; o < height; o++) sum[r][o] = broadcast8(0);
-    long k = 0;
-    for (; k + LANES <= columns; k += LANES) {
-        f32x8 v[4];
-        for (int o = 0; o < height; o++) v[o] = load8(w + o * columns + k);
-        for (int r = 0; r < count; r++) {
-            f32x8 u = load8(x + r * columns + k);
-            for (int o = 0; o < height; o++) sum[r][o] += u * v[o];
-        }
-    }
-    for (int r = 0; r < count; r++)
-        for (int o = 0; o < height; o++) {
-            float total = reduce_sum8(sum[r][o]);
-            for (long j = k; j < columns; j++) total += w[o * columns + j] * x[r * columns + j];
-            out[r][o] = total;
-        }
+#define SUMS 2           // independent sums of a row: an addition takes several cycles
+#define SUM_COLUMNS 1024  // after which they are added up: short sums are more exact
+#if PANEL == 16
+#define FLOAT_TILE 12  // rows of activations whose sums fit in the registers
+#else
+#define FLOAT_TILE 6
+#endif
+#define MAX_TILE (FLOAT_TILE > TILE ? FLOAT_TILE : TILE)
+
+static inline WideFloats load_weights(const uint8_t *at, const Kind kind) {
+    if (kind == F32) return load_wide((const float *)at);
+    return kind == F16 ? load_halfs(at) : load_bfloats(at);
 }
 
-// Multiplies a panel of weights (fewer rows at the end) with up to TILE rows, like multiply_panel.
-static void multiply_dense_panel(const float *w, long columns, long height, const float *x,
-                                 int count, WideFloats *out) {
-    for (int r = 0; r < count; r += 3) {
-        int rows = count - r < 3 ? count - r : 3;
-        for (long o = 0; o < height; o += 4) {
-            float part[3][4] = {{0}};
-            const float *at = w + o * columns, *from = x + r * columns;
-            if (height - o < 4)
-                for (long i = 0; i < height - o; i++)
-                    for (int j = 0; j < rows; j++) {
-                        float single[3][4];
-                        multiply_dense_rows(at + i * columns, columns, 1, from + j * columns, 1,
-                                            single);
-                        part[j][i] = single[0][0];
-                    }
-            else if (rows == 1) multiply_dense_rows(at, columns, 4, from, 1, part);
-            else if (rows == 2) multiply_dense_rows(at, columns, 4, from, 2, part);
-            else multiply_dense_rows(at, columns, 4, from, 3, part);
-            for (int j = 0; j < rows; j++)
-                for (int i = 0; i < 4; i++) out[r + j][o + i] = part[j][i];
+// Multiplies a panel with `count` rows. Every count adds in the same order.
+INLINE void multiply_float_rows(const uint8_t *w, const Kind kind, long columns, const float *x,
+                                const int count, WideFloats *out) {
+    const long step = PANEL * float_bytes(kind);
+    for (int r = 0; r < count; r++) out[r] = broadcast_wide(0);
+    for (long first = 0; first < columns; first += SUM_COLUMNS) {
+        long end = first + SUM_COLUMNS < columns ? first + SUM_COLUMNS : columns, k = first;
+        WideFloats sum[FLOAT_TILE][SUMS];
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < SUMS; i++) sum[r][i] = broadcast_wide(0);
+        for (; k + SUMS <= end; k += SUMS, w += SUMS * step) {
+            if (count <= PREFETCH_ROWS) prefetch_codes(w, SUMS * step);
+            for (int i = 0; i < SUMS; i++) {
+                WideFloats weights = load_weights(w + i * step, kind);
+                for (int r = 0; r < count; r++) {
+                    WideFloats value = broadcast_wide(x[r * columns + k + i]);
+                    sum[r][i] = fuse_wide(weights, value, sum[r][i]);
+                }
+            }
         }
+        for (; k < end; k++, w += step) {
+            WideFloats weights = load_weights(w, kind);
+            for (int r = 0; r < count; r++)
+                sum[r][0] = fuse_wide(weights, broadcast_wide(x[r * columns + k]), sum[r][0]);
+        }
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < SUMS; i++) out[r] += sum[r][i];
+    }
+}
+
+INLINE void multiply_float_kind(const uint8_t *w, const Kind kind, long columns, const float *x,
+                                int count, WideFloats *out) {
+    switch (count) {
+        case 1: multiply_float_rows(w, kind, columns, x, 1, out); break;
+        case 2: multiply_float_rows(w, kind, columns, x, 2, out); break;
+        case 3: multiply_float_rows(w, kind, columns, x, 3, out); break;
+        case 4: multiply_float_rows(w, kind, columns, x, 4, out); break;
+        case 5: multiply_float_rows(w, kind, columns, x, 5, out); break;
+#if FLOAT_TILE > 6
+        case 6: multiply_float_rows(w, kind, columns, x, 6, out); break;
+        case 7: multiply_float_rows(w, kind, columns, x, 7, out); break;
+        case 8: multiply_float_rows(w, kind, columns, x, 8, out); break;
+        case 9: multiply_float_rows(w, kind, columns, x, 9, out); break;
+        case 10: multiply_float_rows(w, kind, columns, x, 10, out); break;
+        case 11: multiply_float_rows(w, kind, columns, x, 11, out); break;
+#endif
+        default: multiply_float_rows(w, kind, columns, x, FLOAT_TILE, out);
+    }
+}
+
+static void multiply_floats(const uint8_t *w, Kind kind, long columns, const float *x, int count,
+                            WideFloats *out) {
+    switch (kind) {
+        case BF16: multiply_float_kind(w, BF16, columns, x, count, out); break;
+        case F16: multiply_float_kind(w, F16, columns, x, count, out); break;
+        default: multiply_float_kind(w, F32, columns, x, count, out);
     }
 }
 
@@ -375,7 +409,7 @@ typedef struct {
 static void prepare_row(const Linear *a, const char *space, long row, float *normed) {
     long columns = a->matrix->columns;
     const float *x = a->x + row * columns;
-    bool dense = a->matrix->segment[0].kind == F32;
+    bool dense = holds_floats(a->matrix->segment[0].kind);
     float *to = dense ? (float *)space + row * columns : normed;
     if (a->norm.kind) {
         norm_row(x, to, columns, &a->norm);
@@ -391,8 +425,8 @@ static void prepare_row(const Linear *a, const char *space, long row, float *nor
 
 static size_t prepared_bytes(const Linear *a) {
     long columns = a->matrix->columns;
-    return a->matrix->segment[0].kind == F32 ? a->rows * columns * sizeof(float)
-                                             : quantized_bytes(a->rows, columns);
+    return holds_floats(a->matrix->segment[0].kind) ? a->rows * columns * sizeof(float)
+                                                         : quantized_bytes(a->rows, columns);
 }
 
 static void prepare_kernel(const void *arguments, const ThreadContext *ctx) {
@@ -418,22 +452,27 @@ static PanelView panel_at(const Matrix *m, long index) {
         row += s->rows;
         s++;
     }
-    long step = s->kind == F32 ? PANEL * m->columns * (long)sizeof(float)
-                               : panel_bytes(s->kind, m->columns);
+    long step = panel_bytes(s->kind, m->columns);
     long height = s->rows - index * PANEL;
     return (PanelView){s, s->data + index * step, row + index * PANEL,
                        height < PANEL ? height : PANEL};
 }
 
+// The most rows that multiply_prepared takes.
+static inline int tile_of(const Matrix *m) {
+    return holds_floats(m->segment[0].kind) ? FLOAT_TILE : TILE;
+}
+
 // Multiplies a panel with the prepared rows row .. row + count of `rows` in `space`.
 static void multiply_prepared(const PanelView *p, long columns, const char *space, long rows,
                               long row, int count, WideFloats *out) {
-    if (p->segment->kind == F32) {
-        multiply_dense_panel((const float *)p->data, columns, p->height,
-                             (const float *)space + row * columns, count, out);
+    int kind = p->segment->kind;
+    if (holds_floats(kind)) {
+        const float *x = (const float *)space + row * columns;
+        multiply_floats(p->data, kind, columns, x, count, out);
     } else {
         QuantizedRows x = quantized_rows_at(space, rows, columns);
-        multiply_panel(p->data, p->segment->kind, &x, row, count, out);
+        multiply_panel(p->data, kind, &x, row, count, out);
     }
 }
 
@@ -485,6 +524,7 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
     const Matrix *m = a->matrix;
     const char *space = ctx->shared;
     bool gated = a->epilogue == GATED_ACTIVATE;
+    const int tile = tile_of(m);
     long panels = gated ? m->panels / 2 : m->panels, width = m->rows / 2;
     long row_chunks = (a->rows + ROW_CHUNK - 1) / ROW_CHUNK, units = panels * row_chunks;
     long first, end, next_first, next_end;
@@ -505,9 +545,9 @@ static void linear_kernel(const void *arguments, const ThreadContext *ctx) {
             PanelView left = panel_at(m, i), right = left;
             if (gated) right = panel_at(m, i + panels);
             if (ahead && more && unit == end - 1) prefetch_panel(m, next_first % panels);
-            for (long row = top; row < bottom; row += TILE) {
-                int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
-                WideFloats y[TILE], z[TILE];
+            for (long row = top; row < bottom; row += tile) {
+                int count = bottom - row < tile ? (int)(bottom - row) : tile;
+                WideFloats y[MAX_TILE], z[MAX_TILE];
                 multiply(a, &left, space, row, count, y);
                 if (!gated) {
                     apply_epilogue(a, &left, row, count, y);
@@ -571,8 +611,8 @@ static bool is_first_product(const ExpertLinear *a) { return a->epilogue != NO_E
 
 static size_t expert_rows_bytes(const ExpertLinear *a) {
     long columns = a->matrix->columns;
-    return a->matrix->segment[0].kind == F32 ? a->pairs * columns * sizeof(float)
-                                             : quantized_bytes(a->pairs, columns);
+    return holds_floats(a->matrix->segment[0].kind) ? a->pairs * columns * sizeof(float)
+                                                         : quantized_bytes(a->pairs, columns);
 }
 
 static void prepare_experts_kernel(const void *arguments, const ThreadContext *ctx) {
@@ -583,7 +623,7 @@ static void prepare_experts_kernel(const void *arguments, const ThreadContext *c
         for (long row = first; row < end; row++) {
             long source = is_first_product(a) ? a->order[row] / a->top_k : row;
             const float *x = a->x + source * columns;
-            if (a->matrix->segment[0].kind == F32)
+            if (holds_floats(a->matrix->segment[0].kind))
                 memcpy((float *)ctx->shared + row * columns, x, columns * sizeof(float));
             else quantize_row(x, &quantized, row);
         }
@@ -604,6 +644,7 @@ static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx
     const ExpertLinear *a = arguments;
     const Matrix *m = a->matrix;
     bool gated = a->epilogue == GATED_ACTIVATE;
+    const int tile = tile_of(m);
     long expert_panels = m->panels / a->experts, panels = gated ? expert_panels / 2 : expert_panels;
     long width = panels * PANEL, active = a->pairs < a->experts ? a->pairs : a->experts;
     long step = chunk_size(ctx, panels * active, 6), first, end;
@@ -616,9 +657,9 @@ static void expert_linear_kernel(const void *arguments, const ThreadContext *ctx
         for (long i = from; i < to; i++) {
             PanelView left = panel_at(m, expert * expert_panels + i), right;
             if (gated) right = panel_at(m, expert * expert_panels + panels + i);
-            for (long row = top; row < bottom; row += TILE) {
-                int count = bottom - row < TILE ? (int)(bottom - row) : TILE;
-                WideFloats y[TILE], z[TILE];
+            for (long row = top; row < bottom; row += tile) {
+                int count = bottom - row < tile ? (int)(bottom - row) : tile;
+                WideFloats y[MAX_TILE], z[MAX_TILE];
                 multiply_prepared(&left, m->columns, ctx->shared, a->pairs, row, count, y);
                 finish_expert_rows(a, &left, row, count, y);
                 if (gated) {
@@ -675,21 +716,32 @@ static inline float half_at(const uint8_t *halfs, int index) {
     return from_half(half);
 }
 
+static inline float bfloat_at(const uint8_t *bfloats, int index) {
+    uint32_t bits = 0;
+    memcpy((char *)&bits + 2, bfloats + 2 * index, 2);  // the upper half of a float32
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 static void dequantize_row(const Matrix *m, long row, float *out) {
     const Segment *s = m->segment;
     while (row >= s->rows) {
         row -= s->rows;
         s++;
     }
-    if (s->kind == F32) {
-        memcpy(out, (const float *)s->data + row * m->columns, m->columns * sizeof(float));
-        return;
-    }
     const Kind kind = s->kind;
-    const Scales scales = scales_of(kind);
-    const int8_t *levels = levels_of(kind);
     const uint8_t *w = s->data + row / PANEL * panel_bytes(kind, m->columns);
     int lane = row % PANEL;
+    if (holds_floats(kind)) {
+        for (long k = 0; k < m->columns; k++, w += PANEL * float_bytes(kind)) {
+            if (kind == F32) memcpy(&out[k], w + 4 * lane, 4);
+            else out[k] = kind == F16 ? half_at(w, lane) : bfloat_at(w, lane);
+        }
+        return;
+    }
+    const Scales scales = scales_of(kind);
+    const int8_t *levels = levels_of(kind);
     float super = 0, lowest = 0;
     for (long b = 0; b < m->columns / BLOCK; b++, w += block_bytes(kind)) {
         if (super_bytes(kind) && b % 8 == 0) {

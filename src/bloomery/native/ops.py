@@ -71,11 +71,11 @@ PACKED_TYPES = {
     "NF4": (24, 4),
 }
 ROUNDED_TYPES = frozenset({"Q2_K", "NVFP4"})  # packing rounds their values to eight bits
-FLOAT32 = 16  # Kind in gemm.c
+FLOAT_KINDS = {torch.float32: 16, torch.bfloat16: 17, torch.float16: 18}  # Kind in gemm.c
 SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}  # ScoreKind in experts.c
 KV_CACHE_KINDS = {torch.float32: 0, torch.float16: 1, torch.int8: 2}  # CacheKind in kv_cache.h
 
-MatrixSegment = tuple[torch.Tensor, int, int]  # packed bytes or floats, rows, Kind in gemm.c
+MatrixSegment = tuple[torch.Tensor, int, int]  # packed bytes, rows, Kind in gemm.c
 
 
 # ---- matrices ------------------------------------------------------------------------------------
@@ -129,9 +129,16 @@ class NativeMatrix:
         return all(rows % self.panel_rows == 0 for _, rows, _ in self.segments)
 
     @classmethod
-    def from_dense(cls, pool: ThreadPool, weight: torch.Tensor) -> NativeMatrix:
-        """Wrap a float32 matrix without a copy."""
-        return cls(pool, weight.shape[1], [(weight, weight.shape[0], FLOAT32)])
+    def from_floats(cls, pool: ThreadPool, weight: torch.Tensor) -> NativeMatrix:
+        """Pack a matrix of one of the FLOAT_KINDS, without rounding."""
+        rows, columns = weight.shape
+        weight = weight.contiguous()
+        panels = -(-rows // pool.panel_rows)
+        packed = pool.allocate_weights(panels * pool.panel_rows * columns * weight.itemsize)
+        pool.library.native_pack_floats(
+            pool.handle, weight.data_ptr(), weight.itemsize, rows, columns, packed.data_ptr()
+        )
+        return cls(pool, columns, [(packed, rows, FLOAT_KINDS[weight.dtype])])
 
 
 def pack_blocks(
@@ -400,7 +407,16 @@ def select_rows(pool: ThreadPool, x: torch.Tensor, rows: torch.Tensor) -> torch.
         return None
     if not pool.accepts(x):
         return None
-    return gather_rows(pool, pool.keep_alive(NativeMatrix.from_dense(pool, x)), rows)
+    out = pool.empty((len(rows), x.shape[1]))
+    pool.library.native_select_rows(
+        pool.handle,
+        data_pointer(x),
+        *x.shape,
+        data_pointer(rows),
+        len(rows),
+        data_pointer(out),
+    )
+    return out
 
 
 # ---- adapters ------------------------------------------------------------------------------------

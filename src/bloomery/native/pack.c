@@ -1,4 +1,4 @@
-// Repacks GGUF blocks into the panels of gemm.c. Codes and scales keep their values and are
+// Repacks GGUF blocks and floats into the panels of gemm.c. Codes and scales keep their values and are
 // interleaved. Codes of more than four bits, and entries of grids, take one byte each. Only Q2_K and
 // NVFP4, whose scales fit no panel, are rounded to eight bits.
 #include "gguf_blocks.h"
@@ -195,4 +195,42 @@ void native_pack(ThreadPool *pool, int type, const uint8_t *from, const int8_t *
                  long columns, long row_bytes, uint8_t *to) {
     Pack a = {type, from, grid, rows, columns, row_bytes, to};
     issue(pool, pack_kernel, &a, sizeof a, (double)rows * columns);
+}
+
+// ---- floats ------------------------------------------------------------------------------------
+
+typedef struct {
+    const char *from;
+    long item_bytes, rows, columns;
+    char *to;
+} PackFloats;
+
+// Packs panel `p`. The size of an item is a constant, so the compiler copies with one instruction.
+INLINE void pack_float_panel(const PackFloats *a, const long item_bytes, long p) {
+    const char *from = a->from + p * PANEL * a->columns * item_bytes;
+    char *to = a->to + p * PANEL * a->columns * item_bytes;
+    long height = a->rows - p * PANEL < PANEL ? a->rows - p * PANEL : PANEL;
+    if (height < PANEL) memset(to, 0, PANEL * a->columns * item_bytes);
+    for (long k = 0; k < a->columns; k++)
+        for (long row = 0; row < height; row++)
+            memcpy(to + (k * PANEL + row) * item_bytes, from + (row * a->columns + k) * item_bytes,
+                   item_bytes);
+}
+
+static void pack_floats_kernel(const void *arguments, const ThreadContext *ctx) {
+    const PackFloats *a = arguments;
+    long panels = (a->rows + PANEL - 1) / PANEL, first, end;
+    while (next_chunk(ctx, panels, chunk_size(ctx, panels, 4), &first, &end))
+        for (long p = first; p < end; p++) {
+            if (a->item_bytes == 2) pack_float_panel(a, 2, p);
+            else pack_float_panel(a, 4, p);
+        }
+}
+
+// Packs a matrix [rows, columns] of floats of 2 or 4 bytes into panels. The last one is filled up
+// with zeros.
+void native_pack_floats(ThreadPool *pool, const char *from, long item_bytes, long rows,
+                        long columns, char *to) {
+    PackFloats a = {from, item_bytes, rows, columns, to};
+    issue(pool, pack_floats_kernel, &a, sizeof a, (double)rows * columns);
 }

@@ -32,6 +32,11 @@ static inline WideFloats load_halfs(const uint8_t *at) {
     return (WideFloats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 }
 
+static inline WideFloats load_bfloats(const uint8_t *at) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+    return (WideFloats)_mm512_slli_epi32(wide, 16);
+}
+
 static inline WideFloats load_unsigned(const uint8_t *at) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)at);
     return (WideFloats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
@@ -99,6 +104,7 @@ static inline WideFloats to_floats(PanelInts x) { return (WideFloats)_mm512_cvte
 // ---- eight rows: scales as everywhere ----------------------------------------------------------
 
 static inline WideFloats load_halfs(const uint8_t *at) { return load_half8(at); }
+static inline WideFloats load_bfloats(const uint8_t *at) { return load_bfloat8(at); }
 static inline WideFloats load_unsigned(const uint8_t *at) { return load_bytes8(at); }
 static inline WideFloats load_signed(const uint8_t *at) { return load_signed8(at); }
 

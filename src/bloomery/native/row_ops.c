@@ -199,6 +199,31 @@ void native_copy(ThreadPool *pool, void *to, const void *from, long bytes) {
 }
 
 typedef struct {
+    const float *x;
+    const int64_t *indices;
+    float *out;
+    long rows, width, count;
+} SelectRows;
+
+static void select_rows_kernel(const void *arguments, const ThreadContext *ctx) {
+    const SelectRows *a = arguments;
+    long first, end;
+    while (next_chunk(ctx, a->count, chunk_size(ctx, a->count, 4), &first, &end))
+        for (long i = first; i < end; i++) {
+            long row = a->indices[i] < 0 || a->indices[i] >= a->rows ? 0 : a->indices[i];
+            memcpy(a->out + i * a->width, a->x + row * a->width, a->width * sizeof(float));
+        }
+}
+
+// x [rows, width] -> out [count, width]: the rows of these indices. An index that is no row selects
+// row 0: padding has any index.
+void native_select_rows(ThreadPool *pool, const float *x, long rows, long width,
+                        const int64_t *indices, long count, float *out) {
+    SelectRows a = {x, indices, out, rows, width, count};
+    issue(pool, select_rows_kernel, &a, sizeof a, (double)count * width / 4);
+}
+
+typedef struct {
     const int64_t *x;
     int64_t *out;
     long count, number;

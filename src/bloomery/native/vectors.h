@@ -221,6 +221,24 @@ static inline f32x8 load_half8(const void *at) {
 #endif
 }
 
+// A 16-bit brain float is the upper half of a float.
+static inline f32x8 load_bfloat8(const void *at) {
+#if defined(__AVX2__)
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
+    return (f32x8)_mm256_slli_epi32(wide, 16);
+#elif defined(__aarch64__)
+    uint16x8_t h = vld1q_u16(at);
+    return join8(vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(h), 16)),
+                 vreinterpretq_f32_u32(vshll_high_n_u16(h, 16)));
+#else
+    uint16_t h[8];
+    memcpy(h, at, 16);
+    i32x8 bits;
+    for (int i = 0; i < 8; i++) bits[i] = (int32_t)((uint32_t)h[i] << 16);
+    return (f32x8)bits;
+#endif
+}
+
 static inline void store_half8(f32x8 x, void *at) {
 #if defined(__F16C__)
     _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));

@@ -1,4 +1,8 @@
-"""Weights in full precision. Every other format is compared with this one."""
+"""Weights in full precision. Every other format is compared with this one.
+
+Native CPU kernels multiply float32 activations with weights of 16 or 32 bits, as the checkpoint has
+them. So 16-bit weights take half the memory of float32 and give the same products.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +32,11 @@ from bloomery.quant.base import (
     get_tensor,
 )
 from bloomery.quant.lazy_tensor import LazyTensor, Range
+from bloomery.quant.native import NativeWeight
 
 # The epilogue that cuBLASLt fuses with a product, and the number of tokens above which it is used.
 CUBLAS_EPILOGUE = ActivationEpilogue("gelu_tanh", gated=False)
 MIN_CUBLAS_EPILOGUE_TOKENS = 256
-# Up to this many tokens the native CPU kernel is fastest. A traced step always uses it.
-MAX_NATIVE_TOKENS = 4
 # Up to this many tokens a CPU's BLAS is a quarter faster with the weights as the left operand.
 MAX_WEIGHTS_LEFT_TOKENS = 48
 
@@ -62,9 +65,12 @@ class DenseMatrix:
     def prepare(
         self, dtype: torch.dtype, device: torch.device, pool: ThreadPool | None = None
     ) -> PreparedWeight:
+        stored = self.weight.dtype
+        if runs_natively(dtype, device, pool) and stored in ops.FLOAT_KINDS:
+            return prepare_dense(self.weight.load(stored, device), dtype, pool)
         # The read may still be in progress. The owner of the source waits before the model runs.
         tensor = self.weight.start_load(dtype, device).tensor
-        return DenseWeight.from_tensor(tensor, pool)
+        return DenseWeight(tensor)
 
     def load_dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.weight.load(dtype, device)
@@ -84,23 +90,27 @@ class DenseFormat:
         return DenseMatrix(weight)
 
 
+def runs_natively(dtype: torch.dtype, device: torch.device, pool: ThreadPool | None) -> bool:
+    """Whether native CPU kernels multiply weights with activations of this dtype."""
+    return pool is not None and device.type == "cpu" and dtype == torch.float32
+
+
+def prepare_dense(
+    weight: torch.Tensor, dtype: torch.dtype, pool: ThreadPool | None
+) -> DenseWeight | NativeWeight:
+    """Prepare weights [out, in] for activations of a dtype."""
+    if pool is None or not runs_natively(dtype, weight.device, pool):
+        return DenseWeight(weight)
+    return NativeWeight(ops.NativeMatrix.from_floats(pool, weight), pool)
+
+
 @dataclass(frozen=True)
 class DenseWeight:
-    """Weights [out, in] in full precision on the device."""
+    """Weights [out, in] in full precision on the device, multiplied by torch or Triton."""
 
     weight: torch.Tensor
-    native: ops.NativeMatrix | None = None  # the same weights for native CPU kernels
-    pool: ThreadPool | None = None
     # What layer norms that are fused before the product add for every x, by id() of the norm.
     norm_shifts: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
-
-    @classmethod
-    def from_tensor(cls, weight: torch.Tensor, pool: ThreadPool | None = None) -> DenseWeight:
-        """Wrap a tensor. With a `pool`, native CPU kernels multiply if they accept the tensor."""
-        if pool is None or not pool.accepts(weight):
-            return cls(weight)
-        native = ops.NativeMatrix.from_dense(pool, weight)
-        return cls(weight, native, pool)
 
     @property
     def nbytes(self) -> int:
@@ -110,10 +120,6 @@ class DenseWeight:
         return self.weight[rows]
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.native is not None:
-            y = self.fused_linear(x, bias, None, None)
-            if y is not None:
-                return y
         if x.device.type == "cpu" and 1 < len(x) <= MAX_WEIGHTS_LEFT_TOKENS:
             y = (self.weight @ x.t()).t()
             if bias is not None:
@@ -129,10 +135,6 @@ class DenseWeight:
         epilogue: Epilogue,
     ) -> torch.Tensor | None:
         num_tokens = len(x)
-        if self.native is not None and self.pool is not None:
-            is_traced = self.pool.arena is not None
-            if num_tokens <= MAX_NATIVE_TOKENS or is_traced:
-                return ops.fused_linear(self.pool, self.native, x, bias, prologue, epilogue)
         if (
             x.is_cuda
             and num_tokens > MIN_CUBLAS_EPILOGUE_TOKENS
@@ -170,5 +172,5 @@ class DenseWeight:
         It must be done before CUDA graphs are captured, because a capture runs nothing. Without
         it, every product computes that part again (see kernels/gemv.py).
         """
-        if prologue.kind == "layer" and self.native is None:
+        if prologue.kind == "layer":
             self.norm_shifts[id(prologue)] = precompute_norm_shift(self.weight, prologue)

@@ -37,7 +37,7 @@ from bloomery.kernels.packed_moe_gemv import route_and_prepare
 from bloomery.native import ops
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import PreparedWeight
-from bloomery.quant.dense import MAX_NATIVE_TOKENS, DenseWeight
+from bloomery.quant.dense import DenseWeight
 from bloomery.quant.lora import LinearAdapters
 from bloomery.quant.native import NativeWeight
 from bloomery.quant.quantized_weight import (
@@ -197,20 +197,12 @@ class NativeExperts(NamedTuple):
 def find_native_experts(
     x: torch.Tensor, experts: ExpertStack, fusion: ExpertsFusion
 ) -> NativeExperts | None:
-    """Return the experts for native kernels; None if those cannot run them or are slower.
-
-    Like other layers in full precision, such experts use them for few tokens and in traces only.
-    """
+    """Return the experts for native kernels; None if those cannot run them."""
     options = experts.options
     num_experts = experts.num_experts
     match experts.up, experts.down:
         case NativeWeight(up, pool), NativeWeight(down):
             pass
-        case DenseWeight(native=ops.NativeMatrix() as up, pool=ThreadPool() as pool), DenseWeight(
-            native=ops.NativeMatrix() as down
-        ):
-            if len(x) > MAX_NATIVE_TOKENS and pool.arena is None:
-                return None
         case _:
             return None
     if not up.holds_experts(num_experts, options.activation.gated):

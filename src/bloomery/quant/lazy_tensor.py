@@ -57,7 +57,7 @@ class LazyTensor:
     """
 
     pieces: tuple[TensorPiece, ...]
-    dtype: torch.dtype  # of the stored values
+    dtype: torch.dtype  # of the stored values; of pieces that differ, one that holds them all
 
     @classmethod
     def from_reader(
@@ -119,9 +119,11 @@ class LazyTensor:
     def cat(self, others: Sequence[LazyTensor]) -> LazyTensor:
         """Stack other tensors below this one."""
         pieces = self.pieces
+        dtype = self.dtype
         for other in others:
             pieces += other.pieces
-        return replace(self, pieces=pieces)
+            dtype = torch.promote_types(dtype, other.dtype)
+        return LazyTensor(pieces, dtype)
 
     def deinterleave(self) -> LazyTensor:
         """Return the rows 0, 2, 4, ... and below them the rows 1, 3, 5, ..."""

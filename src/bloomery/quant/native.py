@@ -1,4 +1,6 @@
-"""Weights for the native CPU kernels: GGUF blocks, and other packed weights as such blocks.
+"""Weights for the native CPU kernels: floats, GGUF blocks, and other packed weights as such blocks.
+
+Floats keep the 16 or 32 bits of the checkpoint.
 
 Packed weights of up to four bits keep their codes and scales. The offset of a block, zero point
 times scale, is rounded to float16: an error below a hundredth of a quantization step. MXFP4 and NF4
@@ -36,7 +38,8 @@ MIN_NORMAL_HALF = 2.0**-14  # smaller float16 numbers have fewer digits
 class NativeWeight:
     """Weights in the layout of the native kernels.
 
-    Activations are rounded to 15 bits with AVX-512, elsewhere to eight, with one scale for each 32.
+    If they are quantized, activations are rounded to 15 bits with AVX-512, elsewhere to eight, with
+    one scale for each 32.
     """
 
     matrix: ops.NativeMatrix

@@ -22,7 +22,7 @@ from bloomery.kernels.packed import FP8_BLOCK_SIZE, Fp8Weight, GroupedScales, Pa
 from bloomery.kernels.packed_linear import dequantize_rows, packed_fused_linear, packed_linear
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.quant.base import PreparedWeight
-from bloomery.quant.dense import DenseWeight
+from bloomery.quant.dense import DenseWeight, prepare_dense
 from bloomery.quant.lazy_tensor import find_overlaps
 from bloomery.quant.loaded_weight import (
     ActOrderWeight,
@@ -56,7 +56,7 @@ def prepare_single(
 ) -> PreparedWeight:
     """Prepare one loaded weight, for native CPU kernels if they can read it."""
     if isinstance(weight, torch.Tensor):
-        return DenseWeight.from_tensor(weight, pool)
+        return prepare_dense(weight, dtype, pool)
     panels = (panel for _, panel in dequantize_panels(weight, torch.float32))
     native = pack_native(weight, dtype, panels, pool)
     if native is not None:

@@ -166,18 +166,23 @@ def build_cpu_probes(cores: int, values: int) -> dict[str, WorkProbe]:
     few_rows = torch.ones(24, MATRIX_COLUMNS)
     single_row = torch.ones(1, MATRIX_COLUMNS)
     num_operations = 2.0 * many_rows.numel() * MATRIX_COLUMNS
-    probes = {"fp32": WorkProbe(num_operations, lambda: F.linear(many_rows, square))}
     if pool is None:
-        probes["bandwidth"] = WorkProbe(large.nbytes, lambda: F.linear(single_row, large))
-        return probes
+        return {
+            "fp32": WorkProbe(num_operations, lambda: F.linear(many_rows, square)),
+            "bandwidth": WorkProbe(large.nbytes, lambda: F.linear(single_row, large)),
+        }
 
     def product(matrix: ops.NativeMatrix, x: torch.Tensor) -> WorkProbe:
         num_operations = 2.0 * len(x) * matrix.rows * MATRIX_COLUMNS
         return WorkProbe(num_operations, lambda: ops.linear(pool, matrix, x))
 
-    dense = ops.NativeMatrix.from_dense(pool, large)
-    probes["bandwidth"] = WorkProbe(large.nbytes, lambda: ops.linear(pool, dense, single_row))
-    probes["fp32" + FEW_ROWS] = product(ops.NativeMatrix.from_dense(pool, square), few_rows)
+    large_floats = ops.NativeMatrix.from_floats(pool, large)
+    square_floats = ops.NativeMatrix.from_floats(pool, square)
+    probes = {
+        "bandwidth": WorkProbe(large.nbytes, lambda: ops.linear(pool, large_floats, single_row)),
+        "fp32": product(square_floats, many_rows),
+        "fp32" + FEW_ROWS: product(square_floats, few_rows),
+    }
     for name, (kind, bytes_per_block) in PACKED_FORMATS.items():
         row_bytes = MATRIX_COLUMNS // 256 * bytes_per_block
         blocks = torch.full((len(large), row_bytes), FILL_BYTE, dtype=torch.uint8)
