@@ -144,6 +144,7 @@ CPU_RATE_RATIOS = {
     "prefill attention": 0.35,
     "fp32" + FEW_ROWS: 0.4,
     "fp32" + SINGLE_ROW: 0.07,
+    "bf16" + SINGLE_ROW: 0.14,
     "int4" + SINGLE_ROW: 0.38,
     "Q4_K" + SINGLE_ROW: 0.32,
     "int8" + SINGLE_ROW: 0.25,

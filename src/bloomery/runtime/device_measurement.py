@@ -109,8 +109,9 @@ class ProbeRunner:
                 spreads.append(f"{name} by {median / fast - 1:.0%}")
         bandwidth = rates.pop("bandwidth")
         if self.cores:
-            # A float32 of 4 bytes takes part in two operations.
+            # A weight of 4 or 2 bytes takes part in two operations.
             rates["fp32" + SINGLE_ROW] = bandwidth / 2
+            rates["bf16" + SINGLE_ROW] = bandwidth
         warning = None
         if spreads:
             slower = ", ".join(spreads)

@@ -67,8 +67,12 @@ def test_narrower_formats_are_faster(
     rows = {line.split()[0]: line.split()[1:] for line in table[1:7]}
     assert table[0].endswith("ms a token (TPOT), alone")
     assert float(rows["int4-64"][-1]) < float(rows["int8"][-1]) < float(rows["bf16"][-1])
-    cpu = plan_json(shape_path("llama-8b"), "--gpu", "zen3-2", "--quantization", "nf4")
+    cpu = plan_json(shape_path("llama-8b"), "--gpu", "zen3-2", "--quantization", "fp8")
     assert cpu["weights_bytes"] == pytest.approx(8.5 / 8 * cpu["parameters"], rel=0.01)
+    cpu = plan_json(shape_path("llama-8b"), "--gpu", "zen3-2", "--quantization", "nf4")
+    outer = 2 * 128256 * 4096  # embedding and head, in eight bits
+    layers = cpu["parameters"] - outer
+    assert cpu["weights_bytes"] == pytest.approx(4.5 / 8 * layers + outer, rel=0.01)
 
 
 def test_torch_is_not_imported() -> None:
@@ -97,7 +101,7 @@ def test_options_are_adapted_to_model_and_hardware(
         "--context",
         "500000",
     )
-    assert cpu["precision"] == "fp32" and cpu["weights_bytes"] == 4 * cpu["parameters"]
+    assert cpu["precision"] == "bf16" and cpu["weights_bytes"] == 2 * cpu["parameters"]
     gpu = plan_json(shape_path("llama-1b"), "--gpu", "h200")
     assert cpu["activation_bytes"] < 150e6 < gpu["activation_bytes"]
     assert cpu["advice"][0] == (

@@ -53,7 +53,7 @@ BATCH_SIZES = (1, 8, 64)
 DEVICE_COUNTS = (1, 2, 4, 8, 16, 32)
 ALIKE_THROUGHPUT = 0.95  # layouts within 5 % of the best count as equal: estimates are no finer
 PROMPT_LENGTHS = (16_000, 100_000)  # tokens for which the memory of attention is shown
-CPU_PRECISIONS = ("fp32", "int8", "int4")
+CPU_PRECISIONS = ("bf16", "int8", "int4")
 GPU_PRECISIONS = ("bf16", "fp8", "int8", "int4", "nf4")
 
 
@@ -155,15 +155,17 @@ def largest_step(model: ModelSpec, hardware: HardwareSpec) -> tuple[int, float]:
 def loaded_precision(precision: WeightPrecision, hardware: HardwareSpec) -> WeightPrecision:
     """The precision in which the engine holds weights.
 
-    A CPU has no 16-bit arithmetic and uses fp32 instead. Formats for which it has no kernel are
-    held in blocks of 32 8-bit values.
+    On a CPU, codes of 4 bits have a scale of 16 bits for each 32. Formats for which it has no
+    kernel are held in such blocks of 8-bit values.
     """
     if not hardware.is_cpu:
         return precision
-    if precision.bits == 16:
-        return replace(PRECISIONS["fp32"], expert_bits=8.5 if precision.expert_bits else 0.0)
-    if precision.compute_format in ("nf4", "fp8"):
+    if precision.expert_bits:
+        return replace(precision, expert_bits=4.5)
+    if precision.name == "fp4" or precision.compute_format == "fp8":
         return replace(precision, bits=8.5, compute_format="int8")
+    if precision.compute_format == "nf4":
+        return replace(precision, bits=4.5, compute_format="int4")
     return precision
 
 

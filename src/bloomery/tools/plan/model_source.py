@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,10 @@ class ModelSource:
     text_part_only: bool = False  # a vision model, of which only the text part is served
 
     def loaded_precision(self, cpu: bool) -> WeightPrecision:
-        """The precision in which the engine holds the weights. A CPU has no 16-bit arithmetic."""
+        """The precision in which the engine holds the weights."""
         if cpu and self.stored_on_cpu is not None:
             return self.stored_on_cpu
-        if not cpu or self.stored.outer_bits != 16:
-            return self.stored
-        if self.stored.bits == 16:
-            return replace(PRECISIONS["fp32"], expert_bits=self.stored.expert_bits)
-        return replace(self.stored, outer_bits=32)
+        return self.stored
 
 
 def read_model_source(name: str | None, revision: str | None = None) -> ModelSource:
@@ -113,13 +109,18 @@ def _integer_precision(bits: int, group_size: int) -> WeightPrecision:
     return WeightPrecision(f"int{bits}", held_bits + group_bits, compute_format=f"int{held_bits}")
 
 
-FULL_PRECISION_TYPES = ("F64", "F32", "F16", "BF16")
-# How our CPU kernels hold GGUF types; those not listed take 8.5 bits. Full-precision tensors become
-# fp32.
+# How our CPU kernels hold GGUF types; those not listed take 8.5 bits.
 CPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
+    "F64": (32, "fp32"),
+    "F32": (32, "fp32"),
+    "F16": (16, "bf16"),
+    "BF16": (16, "bf16"),
     "Q4_0": (4.5, "int4"),
     "Q4_1": (5, "int4"),
     "Q4_K": (4.625, "Q4_K"),
+    "IQ4_NL": (4.5, "int4"),
+    "IQ4_XS": (4.3125, "int4"),
+    "MXFP4": (4.5, "int4"),
     "Q8_0": (8.5, "int8"),
     "Q5_0": (8.5, "int8"),
     "Q5_1": (9, "int8"),
@@ -128,7 +129,6 @@ CPU_GGUF_FORMATS: Mapping[str, FormatCost] = {
     **dict.fromkeys(
         (
             "Q3_K",
-            "IQ4_XS",
             "IQ2_XXS",
             "IQ2_XS",
             "IQ2_S",
@@ -198,8 +198,4 @@ def _gguf_precision(
 
 def _other_format(tensor_type: str, cpu: bool) -> FormatCost:
     """How tensors are held for which there is no packed format."""
-    if not cpu:
-        return 16, "bf16"
-    if tensor_type in FULL_PRECISION_TYPES:
-        return 32, "fp32"
-    return 8.5, "int8"
+    return (8.5, "int8") if cpu else (16, "bf16")
