@@ -25,7 +25,7 @@ COMFORTABLE_TOKENS_PER_SECOND = 8.0
 # The rest of the memory is for activations, CUDA graphs, the server and, on a CPU, other programs.
 GPU_MEMORY_SHARE = 0.85
 CPU_MEMORY_SHARE = 0.6
-# Precisions to try, best first. A CPU has no 16-bit arithmetic, so it begins with 8 bits.
+# Precisions to try, best first. On a CPU 16 bits are half as fast as 8 and hardly better.
 GPU_PRECISIONS = ("bf16", "int8", "int4")
 CPU_PRECISIONS = ("int8", "int4")
 
