@@ -41,10 +41,10 @@ from bloomery.logs import (
     show_load_progress,
 )
 from bloomery.recommend import recommend_model
-from bloomery.server.adapters import AdapterSettings
+from bloomery.server.adapters import NAMES_BASE_MODEL, AdapterSettings
 from bloomery.server.app import InferenceServer, LoadingApp, create_app
 from bloomery.server.limits import ServerLimits, bounded_protocol
-from bloomery.server.service import ServerSettings
+from bloomery.server.service import PLACEHOLDER_MODELS, ServerSettings
 from bloomery.server.tracing import create_trace_recorder
 from bloomery.text.load import load_tokenizer
 from bloomery.text.tokenizer import Tokenizer
@@ -181,8 +181,8 @@ def build_adapter_settings(
     """Find the LoRA adapters that were named at start, and download them if need be."""
     modules = []
     for name, source in parse_lora_modules(server_config.lora_modules or ""):
-        if name in model_names:
-            raise ConfigError(f"lora_modules: {name!r} is the name of the base model")
+        if name in (*model_names, *PLACEHOLDER_MODELS):
+            raise ConfigError(f"lora_modules: {NAMES_BASE_MODEL.format(name)}")
         try:
             path = locate_adapter(source)
         except ModelNotFound as error:

@@ -13,7 +13,7 @@ import pytest
 
 from bloomery.engine.client import EngineClient
 from bloomery.engine.replicas import ReplicaSet
-from bloomery.errors import InvalidRequest
+from bloomery.errors import InvalidRequest, RequestFailed
 from bloomery.messages import EngineRequest
 from tests.chaos.fake_engine import CRASH_ADAPTER, fake_engine_command, fake_plan
 from tests.chaos.test_engine_crashes import MANY_RESTARTS, random_requests, read_stream
@@ -106,6 +106,20 @@ def test_loading_answers_with_the_adapter_or_the_reason(tmp_path: Path) -> None:
         while client.stats.adapters_in_memory != 2:
             await asyncio.sleep(0.01)
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_load_ends_with_the_engine_and_is_not_the_clients_fault(tmp_path: Path) -> None:
+    async def main() -> None:
+        paths = write_files(tmp_path)
+        client = create_client()
+        await client.start()
+        load = asyncio.create_task(client.load_adapter("a", paths["a"]))  # before it is ready
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(RequestFailed, match="shutting down"):
+            await load
 
     asyncio.run(main())
 

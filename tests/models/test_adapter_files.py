@@ -15,7 +15,7 @@ from bloomery.errors import InvalidRequest
 from bloomery.models.adapter_files import AdapterReader
 from bloomery.models.adapter_memory import AdapterMemory
 from bloomery.models.load import load_model
-from tests.parity.cases import CASES, make_checkpoint
+from tests.parity.cases import CASES, VOCAB, make_checkpoint
 
 CPU = torch.device("cpu")
 LAYER = "base_model.model.model.layers.0."
@@ -67,6 +67,8 @@ def test_a_good_adapter_is_read(reader: AdapterReader, tmp_path: Path) -> None:
 
 WRONG_CONFIGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_dora": True}, "merge_and_unload"),
+    ({"kasa_config": {"beta": 0.1}}, "KaSA is not supported"),
+    ({"monteclora_config": {"num_samples": 8}}, "MonteCLoRA is not supported"),
     ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
     ({"peft_type": "IA3"}, "only LORA"),
     ({"r": 0}, "positive number"),
@@ -111,6 +113,11 @@ WRONG_TENSORS: tuple[tuple[dict[str, torch.Tensor], dict[str, Any], str], ...] =
     (make_tensors() | {f"{Q_PROJ}.lora_magnitude_vector": torch.ones(32)}, {}, "DoRA"),
     (make_tensors() | {f"{LAYER}input_layernorm.weight": torch.ones(32)}, {}, "modules_to_save"),
     (make_tensors() | {f"{Q_PROJ}.bias": torch.ones(32)}, {}, "base model has none"),
+    (  # other tensors of the module come before its matrices in the file
+        make_tensors() | {f"{Q_PROJ}.base_layer.weight": torch.ones(32, 32)},
+        {"target_modules": ["v_proj"]},
+        "belong to different adapters",
+    ),
     (make_tensors() | {"optimizer.state": torch.ones(3)}, {}, "save the adapter again"),
     (
         make_tensors() | {"base_model.model.model.embed_tokens.weight": torch.ones(105, 32)},
@@ -151,6 +158,18 @@ def test_wrong_tensors_are_refused(
     tmp_path: Path,
 ) -> None:
     assert reason in refusal(reader, write(tmp_path / "adapter", tensors, **values))
+
+
+def test_a_tied_head_is_changed_with_the_embedding(reader: AdapterReader, tmp_path: Path) -> None:
+    """PEFT does not name the head in target_modules then."""
+    head = "base_model.model.lm_head"
+    tensors = make_tensors() | {
+        f"{head}.lora_A.weight": torch.ones(4, 32),
+        f"{head}.lora_B.weight": torch.ones(VOCAB, 4),
+    }
+    path = write(tmp_path / "tied", tensors, ensure_weight_tying=True)
+    assert reader.read(str(path)).num_targets == 2
+    assert "does not target" in refusal(reader, write(tmp_path / "other", tensors))
 
 
 def test_an_expression_stands_for_modules_as_in_peft(reader: AdapterReader, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ REPLACED = (
     ("gemma", {"targets": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]}),
     ("llama", {"targets": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
     ("llama", {"targets": ["q_proj", "embed_tokens", "lm_head"]}),
+    ("gemma", {"targets": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}),
     ("qwen2", {"targets": ["q_proj", "v_proj"], "bias": "all"}),
     (
         "qwen2",

@@ -256,7 +256,7 @@ def test_adapters_that_cannot_be_used_are_refused(
         assert response.status_code == status, path
         error = response.json()["error"]
         assert reason in error["message"] and error["param"] == "lora_path"
-    for name in ("", "a#b", "speaker", "x" * 300, " x", "a\nb"):
+    for name in ("", "a#b", "speaker", "default", "x" * 300, " x", "a\nb"):
         body = {"lora_name": name, "lora_path": str(bad)}
         response = fresh_server.post("/v1/load_lora_adapter", body)
         assert response.json()["error"]["param"] == "lora_name"
@@ -288,6 +288,21 @@ def test_adapters_in_an_allowed_folder_need_no_loading(
     assert fresh_server.backend.received[-1].lora == "monk"
     for name in ("../outside", str(tmp_path / "outside"), ".", "monk/../../outside"):
         assert complete(fresh_server, name).status_code == 404, name
+
+
+def test_only_adapters_that_requests_can_name_are_listed(
+    fresh_server: HttpTestServer, allowed_folder: Path
+) -> None:
+    """Some names stand for the base model, with or without its own name before them."""
+    for name in ("default", "tgi", "speaker", "a#b", "new\nline"):
+        write_adapter(allowed_folder, name)
+    ids = [card["id"] for card in fresh_server.get("/v1/models").json()["data"]]
+    assert ids == ["speaker", "smith", "poet", "broken", "monk"]
+    assert complete(fresh_server, "default").status_code == 200
+    assert fresh_server.backend.received[-1].lora == ""
+    assert complete(fresh_server, "speaker:default").status_code == 404
+    assert complete(fresh_server, "default:monk").status_code == 200
+    assert fresh_server.backend.received[-1].lora == "monk"
 
 
 def test_unknown_names_do_not_read_the_allowed_folders_every_time(

@@ -32,6 +32,9 @@ UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA (aLoRA) is not supported; train a plain LoRA",
     "use_bdlora": "block-diagonal LoRA is not supported; train a plain LoRA",
     "use_qalora": f"QA-LoRA is not supported; {MERGE}",
+    "kasa_config": f"KaSA is not supported; {MERGE}",
+    "velora_config": f"VeLoRA is not supported; {MERGE}",
+    "monteclora_config": f"MonteCLoRA is not supported; {MERGE}",
     "arrow_config": "Arrow routing is not supported; load its adapters one by one",
     "megatron_config": "megatron_config is not supported; save the adapter without it",
 }
@@ -55,6 +58,7 @@ class AdapterConfig:
     target_parameters: frozenset[str] = frozenset()
     layers_to_transform: frozenset[int] | None = None
     base_model: str = ""
+    ensure_weight_tying: bool = False  # a head with the embedding's weights is changed with it
 
     def scale(self, module: str, rank: int) -> float:
         """The factor of the adapter's product in a module whose matrices have this rank."""
@@ -194,6 +198,7 @@ def parse_adapter_config(
         frozenset(map(str, parameters)),
         None if layers is None else frozenset(layers),
         str(values.get("base_model_name_or_path") or ""),
+        bool(values.get("ensure_weight_tying", False)),
     )
 
 

@@ -35,7 +35,11 @@ class LoRARequest:
                 "lora_int_id",
             )
         if not isinstance(self.lora_path, str) or not self.lora_path:
-            raise InvalidRequest("lora_path must name a folder, a file or a Hub id", "lora_path")
+            raise InvalidRequest(
+                "lora_path must be a string that names a folder, a .gguf file or a Hub id, not "
+                f"{self.lora_path!r}",
+                "lora_path",
+            )
 
     @property
     def name(self) -> str:

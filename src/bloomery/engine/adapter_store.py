@@ -303,11 +303,15 @@ def start_reading_version(path: str) -> Future[str]:
 
 
 def read_adapter_version(path: str) -> str:
-    """Return a text that changes when the files of an adapter do."""
+    """Return a text that changes when the files of an adapter do.
+
+    Tools that copy files may keep their times, but none can set the time of the last change.
+    """
     folder = Path(path)
     files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
     versions = []
     for file in files:
         status = file.stat()
-        versions.append(f"{file.name}:{status.st_size}:{status.st_mtime_ns}")
+        numbers = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        versions.append(f"{file.name}:{numbers}")
     return blake2b("/".join(versions).encode(errors="replace"), digest_size=16).hexdigest()

@@ -294,7 +294,7 @@ class EngineClient:
 
     def unload_adapter(self, name: str) -> None:
         """Let the engine drop an adapter when the requests that use it have ended."""
-        self._answer_adapter(AdapterRefusal(name, f"the adapter {name!r} was unloaded"))
+        self._answer_adapter(name, InvalidRequest(f"the adapter {name!r} was unloaded"))
         if self.child is not None and self.child.loaded and not self.child.lost.done():
             self.child.send(UnloadAdapter(name))
 
@@ -400,7 +400,7 @@ class EngineClient:
             pending.num_crashes += child.loaded
             if pending.num_crashes >= MAX_LOAD_CRASHES:
                 error = f"the engine stopped {MAX_LOAD_CRASHES} times while it loaded {name!r}"
-                self._answer_adapter(AdapterRefusal(name, error))
+                self._answer_adapter(name, InvalidRequest(error, "lora_path"))
         if child.loaded:
             self._forgive_crashes(now)
         num_crashes = self.journal.count_unexplained_crashes()
@@ -465,21 +465,23 @@ class EngineClient:
                 self._fail(message.detail)
             else:  # an engine has loaded this plan before, so another attempt may succeed
                 child.exit_reason = f"could not load: {message.detail}"
-        elif isinstance(message, AdapterInfo | AdapterRefusal):
-            self._answer_adapter(message)
+        elif isinstance(message, AdapterInfo):
+            self._answer_adapter(message.name, message)
+        elif isinstance(message, AdapterRefusal):
+            self._answer_adapter(message.name, InvalidRequest(message.error, "lora_path"))
         else:
             raise ProtocolError(f"a client takes no {type(message).__name__}")
 
-    def _answer_adapter(self, answer: AdapterInfo | AdapterRefusal) -> None:
-        """Tell those who asked for an adapter whether it is there."""
-        pending = self.pending_adapters.pop(answer.name, None)
+    def _answer_adapter(self, name: str, answer: AdapterInfo | BloomeryError) -> None:
+        """Tell those who asked for an adapter that it is there, or why it is not."""
+        pending = self.pending_adapters.pop(name, None)
         for waiter in pending.waiters if pending is not None else ():
             if waiter.done():
                 continue
             if isinstance(answer, AdapterInfo):
                 waiter.set_result(answer)
             else:
-                waiter.set_exception(InvalidRequest(answer.error, "lora_path"))
+                waiter.set_exception(answer)
 
     def _log_recovery(self) -> None:
         seconds = asyncio.get_running_loop().time() - self.last_crash_time
@@ -540,7 +542,7 @@ class EngineClient:
         for entry in list(self.journal.entries.values()):
             self.journal.finish(entry, "error", error)
         for name in list(self.pending_adapters):
-            self._answer_adapter(AdapterRefusal(name, error))
+            self._answer_adapter(name, RequestFailed(error))
 
     async def _wait_drained(self) -> None:
         while self.journal.entries:

@@ -74,15 +74,22 @@ class AdapterModules:
             module = modules.get(path)
             if module is None:
                 module = modules[path] = AdapterModule(path, *self._locate_module(path))
-                target = path.removesuffix(".base_layer")
-                if role in ("a", "b") and not self.config.targets(target, module.layer):
-                    raise refuse(
-                        self.path,
-                        f"it has matrices of {path}, which its adapter_config.json does not "
-                        "target; the two files belong to different adapters",
-                    )
             module.tensors[role] = tensor
+        for module in modules.values():
+            if {"a", "b"} & module.tensors.keys() and not self._is_targeted(module):
+                raise refuse(
+                    self.path,
+                    f"it has matrices of {module.path}, which its adapter_config.json does not "
+                    "target; the two files belong to different adapters",
+                )
         return modules
+
+    def _is_targeted(self, module: AdapterModule) -> bool:
+        """Whether adapter_config.json says that the adapter has matrices of this module."""
+        is_head = module.layer is None and module.name == self.names.head.rpartition(".")[2]
+        if is_head and self.config.ensure_weight_tying:
+            return True
+        return self.config.targets(module.path.removesuffix(".base_layer"), module.layer)
 
     def _parse_tensor_name(self, tensor: str) -> tuple[str, str]:
         """Return the path of the module and the role of a tensor in it."""

@@ -36,6 +36,7 @@ LISTING_SECONDS = 2.0  # that a list of the adapters in allowed folders is used
 READY_CHECK_SECONDS = 0.1  # between two looks at an engine that loads
 LOAD_SECONDS = 300.0  # that a client waits for an adapter at most; a download does not count
 LORA_REMEDY = "start the server with --enable-lora, --lora-modules NAME=PATH or --lora-allow FOLDER"
+NAMES_BASE_MODEL = "{!r} stands for the base model in requests; give the adapter another name"
 LORA_OFF = f"this server runs without LoRA adapters: {LORA_REMEDY}"
 
 
@@ -61,6 +62,7 @@ class ServedAdapters:
         has_keys: bool,
         metrics: AdapterMetrics,
     ):
+        """`base_names` stand for the base model in requests, first the one it is known by."""
         self.backend = backend
         self.metrics = metrics
         self.settings = settings
@@ -103,10 +105,18 @@ class ServedAdapters:
 
     def _read_allowed_names(self) -> list[str]:
         try:
-            return self.settings.allow_list.list_names()
+            names = self.settings.allow_list.list_names()
+            return [name for name in names if self._may_name_adapter(name)]
         except OSError as error:
             log.warning("an allowed folder of adapters cannot be read: %s", error)
             return []
+
+    def _may_name_adapter(self, name: str) -> bool:
+        try:
+            check_adapter_name(name)
+        except InvalidRequest:
+            return False
+        return name not in self.base_names
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -128,7 +138,7 @@ class ServedAdapters:
         if known is not None:
             return known
         is_possible = name.isprintable() and len(name) <= MAX_NAME_CHARACTERS
-        if not self.settings.allow_list or not is_possible:
+        if not self.settings.allow_list or not is_possible or name in self.base_names:
             return None
         search = self.searches.get(name)
         if search is None:
@@ -217,7 +227,7 @@ class ServedAdapters:
         self._check_may_load()
         check_adapter_name(name)
         if name in self.base_names:
-            raise InvalidRequest(f"{name!r} is the name of the base model", "lora_name")
+            raise InvalidRequest(NAMES_BASE_MODEL.format(name), "lora_name")
         if name in self.loading:
             message = f"the adapter {name!r} is being loaded; wait for the answer to that request"
             raise HttpError(409, message, "adapter_exists", param="lora_name")
@@ -233,7 +243,10 @@ class ServedAdapters:
             loading = self.backend.load_adapter(adapter.engine_name, adapter.path)
             info = await asyncio.wait_for(loading, LOAD_SECONDS)
         except TimeoutError:
-            message = f"the adapter was not read within {LOAD_SECONDS:.0f} s: check its file system"
+            message = (
+                f"the adapter was not read within {LOAD_SECONDS:.0f} s: check its file system. If "
+                "requests use all adapters in host memory, raise --max-cpu-loras"
+            )
             raise HttpError(504, message, "adapter_timeout", "timeout") from None
         finally:
             self.loading.discard(name)

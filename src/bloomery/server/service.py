@@ -177,7 +177,7 @@ class InferenceService:
         self.adapters = ServedAdapters(
             backend,
             settings.lora,
-            settings.model_names,
+            (*settings.model_names, *PLACEHOLDER_MODELS),
             bool(settings.keys),
             self.metrics.adapters,
         )
