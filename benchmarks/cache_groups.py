@@ -4,6 +4,7 @@
     PYTHONPATH=src python3 benchmarks/cache_groups.py --simulate   # the same in a simulated server
     PYTHONPATH=src:. python3 benchmarks/cache_groups.py --engines 10000   # random engines
     PYTHONPATH=src:. python3 benchmarks/cache_groups.py --chats   # reuse with recurrent states
+    PYTHONPATH=src:. python3 benchmarks/cache_groups.py --chats --http   # the same in a real server
 
 "before" keeps every position of every layer, as an engine without cache groups does. "after" gives
 back the blocks that have left a sliding window. The figures are those of `bloomery plan`. With
@@ -13,7 +14,9 @@ shows how many ran at once and how many preemptions there were. Targets: 3x for 
 
 With --chats a simulated Qwen3.6-35B-A3B serves 200 chats (benchmarks/chat_trace.py). Targets: it
 reuses 95 % of the tokens that an unlimited cache would with 8 GB, 86 % with 4 and 70 % with 2.
-With --chats-per-prompt 3 every three chats have a system prompt of their own.
+With --chats-per-prompt 3 every three chats have a system prompt of their own. With --http a real
+server with a tiny model of random weights gets the chats (benchmarks/chat_server.py). It should
+reuse as much.
 """
 
 from __future__ import annotations
@@ -160,6 +163,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=0)
     parser.add_argument("--first-engine", type=int, default=0, help="seed of the first engine")
     parser.add_argument("--chats", action="store_true")
+    parser.add_argument("--http", action="store_true", help="with --chats: a real server")
     parser.add_argument("--num-chats", type=int, default=200)
     parser.add_argument("--chats-per-prompt", type=int, default=0, help="0: all share one")
     parser.add_argument("--seeds", type=int, default=3, help="traces of chats")
@@ -168,10 +172,12 @@ def main() -> None:
     if args.engines:
         run_engines(args.first_engine, args.engines)
     elif args.chats:
+        from benchmarks.chat_server import report_http_reuse
         from benchmarks.chat_trace import report_reuse
 
         pools = [1e9 * pool for pool in args.pools]
-        report_reuse(args.seeds, pools, args.num_chats, args.chats_per_prompt)
+        report = report_http_reuse if args.http else report_reuse
+        report(args.seeds, pools, args.num_chats, args.chats_per_prompt)
     else:
         report_users(args)
 

@@ -81,6 +81,9 @@ class ChatTurn:
     time: float
     prompt: list[int]
     answer: list[int]
+    message: list[int]  # of the user: the end of the prompt
+    earlier: ChatTurn | None  # the turn whose prompt and answer the prompt begins with
+    num_removed: int  # tokens at the begin of the answer that later prompts leave out
     reusable: int = 0  # prompt tokens that a cache without limits would reuse
 
 
@@ -91,9 +94,15 @@ class ChatTrace:
     """
 
     def __init__(
-        self, seed: int, num_chats: int, removes_reasoning: bool, chats_per_prompt: int = 0
+        self,
+        seed: int,
+        num_chats: int,
+        removes_reasoning: bool,
+        chats_per_prompt: int = 0,
+        vocab: int = VOCAB,
     ):
         self.rng = Random(seed)
+        self.vocab = vocab
         self.removes_reasoning = removes_reasoning
         self.turns: list[ChatTurn] = []
         num_chats_left = num_chats
@@ -123,23 +132,25 @@ class ChatTrace:
         return sum(turn.reusable for turn in self.turns)
 
     def _make_text(self, length: float) -> list[int]:
-        return [self.rng.randrange(VOCAB) for _ in range(max(1, int(length)))]
+        return [self.rng.randrange(self.vocab) for _ in range(max(1, int(length)))]
 
     def _make_chat(self, time: float) -> list[ChatTurn]:
         rng = self.rng
         history = list(self.system_prompt)
         turns: list[ChatTurn] = []
+        earlier: ChatTurn | None = None
 
         def ask(message: list[int], answer: list[int]) -> None:
             nonlocal time
-            turns.append(ChatTurn(time, history + message, answer))
+            prompt = history + message
+            turns.append(ChatTurn(time, prompt, answer, message, earlier, len(reasoning)))
             seconds = len(history + message) / PREFILL_TOKENS_PER_SECOND
             seconds += len(answer) / TOKENS_PER_SECOND
             time += seconds + rng.expovariate(1 / PAUSE_SECONDS)
 
         for number in range(rng.randint(2, 12)):
             message = self._make_text(rng.lognormvariate(4.5 if number else 6.0, 0.8))
-            reasoning = []
+            reasoning: list[int] = []
             if self.removes_reasoning:
                 reasoning = self._make_text(rng.lognormvariate(6.0, 0.6))
             answer = self._make_text(rng.lognormvariate(5.5, 0.7))
@@ -150,6 +161,7 @@ class ChatTrace:
                 answer = self._make_text(len(answer))
                 ask(message, reasoning + answer)
             history = history + message + answer
+            earlier = turns[-1]
         return turns
 
 

@@ -128,6 +128,43 @@ def test_quantized_families_have_nearly_the_same_logits(family: str, tmp_path: P
         assert quantized.weight_bytes < unquantized.weight_bytes
 
 
+def expert_matrices(model: LoadedModel) -> list[torch.Tensor]:
+    """The first rows of the matrices of experts: those of the first two, where they are narrow."""
+    stacks = [layer.mlp.experts for layer in model.decoder.layers if hasattr(layer.mlp, "experts")]
+    assert stacks
+    return [
+        matrix.gather(torch.arange(64)) for stack in stacks for matrix in (stack.up, stack.down)
+    ]
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "llama4_text", "qwen3_moe", "lfm2_moe"])
+def test_stacked_experts_are_written_one_by_one(family: str, tmp_path: Path) -> None:
+    """Two families publish them stacked, the others are so when transformers saves them anew."""
+    origin = tmp_path / "model"
+    model = make_checkpoint(next(case for case in CASES if case.name == family), origin)
+    model.save_pretrained(origin, save_original_format=family in ("granitemoe", "llama4_text"))
+    all_options = [QuantizeOptions("int8")]
+    if family != "lfm2_moe":  # has recurrent layers
+        all_options.append(QuantizeOptions("gptq", bits=8, group_size=16))
+    for options in all_options:
+        out = tmp_path / options.format
+        convert(origin, out, options)
+        quantized = load(out)
+        assert not any("not part of the model" in note for note in quantized.notes)
+        pairs = zip(expert_matrices(quantized), expert_matrices(load(origin)), strict=True)
+        for actual, expected in pairs:
+            assert (actual - expected).norm() < 0.02 * expected.norm()
+
+
+def test_experts_with_gate_and_up_by_turns_are_refused_before_any_work(tmp_path: Path) -> None:
+    origin = tmp_path / "model"
+    make_checkpoint(next(case for case in CASES if case.name == "gpt_oss"), origin)
+    out = tmp_path / "out"
+    with pytest.raises(UnsupportedModel, match="gate and up rows by turns"):
+        convert(origin, out, QuantizeOptions("int8"))
+    assert not out.exists()
+
+
 def test_gptq_refuses_recurrent_layers_before_any_work_and_int8_takes_them(tmp_path: Path) -> None:
     origin = tmp_path / "model"
     make_checkpoint(next(case for case in CASES if case.name == "lfm2"), origin)

@@ -260,14 +260,27 @@ def resolve_expert_layout(
         is_transposed = rows == model.hidden or tuple(shape_of(tensor)) != untransposed
         return replace(names, transposed_experts=is_transposed)
     if is_stored(f"{prefix}{names.experts}0.gate_proj", stored):
-        return replace(
-            names,
-            experts=f"{names.experts}{{e}}.",
-            expert_up=SplitTensors(("gate_proj", "up_proj")),
-            stacked_experts=False,
-            transposed_experts=False,
-        )
+        return separate_experts(names, names)
     return names
+
+
+def separate_experts(names: TensorNames, family: TensorNames) -> TensorNames:
+    """Return `names` with a tensor per expert, named as those of `family` if it has such names."""
+    separate = family
+    if family.stacked_experts:
+        separate = replace(
+            family,
+            experts=f"{family.experts}{{e}}.",
+            expert_up=SplitTensors(("gate_proj", "up_proj")),
+        )
+    return replace(
+        names,
+        experts=separate.experts,
+        expert_up=separate.expert_up,
+        expert_down=separate.expert_down,
+        stacked_experts=False,
+        transposed_experts=False,
+    )
 
 
 def find_stacked_experts(names: TensorNames, prefix: str, stored: Container[str]) -> TensorNames:

@@ -112,7 +112,8 @@ def unpack_words(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack streams of bits, lowest first: int32 [n, words] -> uint8 [n, codes]."""
     mask = (1 << bits) - 1
     if bits in (2, 4, 8):
-        packed_bytes = packed.contiguous().view(torch.uint8)
+        # Flat, because the stride of a dimension of size 1 is anything.
+        packed_bytes = packed.flatten().view(torch.uint8).view(len(packed), 4 * packed.shape[1])
         parts = [packed_bytes >> shift & mask for shift in range(0, 8, bits)]
         return torch.stack(parts, -1).flatten(1)
     # 32 codes of `bits` bits fill `bits` words. A code may continue in the next word.

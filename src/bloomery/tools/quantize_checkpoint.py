@@ -29,14 +29,20 @@ from bloomery.attention.base import AttentionMetadata, kv_cache_shape, plan_atte
 from bloomery.attention.select import select_backend
 from bloomery.describe import describe_model
 from bloomery.errors import ConfigError, UnsupportedModel
-from bloomery.families import resolve_tensor_names
+from bloomery.families import resolve_tensor_names, separate_experts
 from bloomery.fusion import Epilogue, NormPrologue
 from bloomery.models.checkpoint import FileSource
 from bloomery.models.decoder import Decoder
-from bloomery.models.weights import ModelWeights
+from bloomery.models.weights import ModelWeights, is_interleaved, names_of
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import SINGLE_RANK
-from bloomery.quant.base import CheckpointTensors, LinearSpec, PreparedWeight, WeightFormat
+from bloomery.quant.base import (
+    CheckpointTensors,
+    LinearSpec,
+    PreparedWeight,
+    WeightFormat,
+    find_weight_name,
+)
 from bloomery.quant.dense import DenseFormat, DenseMatrix, DenseWeight
 from bloomery.quant.gptq import GptqFormat
 from bloomery.spec import ModelSpec, TensorNames
@@ -87,9 +93,14 @@ def quantize_checkpoint(
         check_can_calibrate(model_info.model)
     source = FileSource.safetensors(artifact.path)
     names = resolve_tensor_names(model_info, source)
+    written_names = names
+    if names.stacked_experts:
+        check_can_separate(names)
+        written_names = separate_experts(names, model_info.names)
     quantizer = LayerQuantizer(
         model_info.model,
         names,
+        written_names,
         source,
         options,
         getattr(torch, dtype),
@@ -111,14 +122,15 @@ def quantize_checkpoint(
         listed.update(linear.name for linear in linears)
         unquantized += [linear.name for linear in linears if linear.unquantized]
         quantized_by_layer.append([linear for linear in linears if not linear.unquantized])
-    check_shapes(options, list(chain.from_iterable(quantized_by_layer)))
+    quantized = chain.from_iterable(quantized_by_layer)
+    check_shapes(options, list(chain.from_iterable(map(quantizer.list_written, quantized))))
     start_or_resume(out, options, samples, source)
     for layer, linears in enumerate(quantized_by_layer):
         shard = shards[layer]
         if not shard.exists():
-            quantized = quantizer.quantize_layer(layer, linears)
+            tensors = quantizer.quantize_layer(layer, linears)
             others = quantizer.read_other_tensors(layer, linears)
-            write_shard(shard, quantized | others)
+            write_shard(shard, tensors | others)
         quantizer.advance_samples(layer, shard)
         advance()
     layer_prefixes = tuple(names.layer.format(i=layer) for layer in range(num_layers))
@@ -137,6 +149,15 @@ def check_can_calibrate(model: ModelSpec) -> None:
         raise UnsupportedModel(
             "config.json: gptq needs attention in every layer, and no recurrent layers; choose "
             "another --format, or quantize when the model is loaded (--quantization int4)"
+        )
+
+
+def check_can_separate(names: TensorNames) -> None:
+    """Refuse experts in one tensor that cannot be written as a tensor for each."""
+    if is_interleaved(names.expert_up):
+        raise UnsupportedModel(
+            "config.json: the experts are one tensor with gate and up rows by turns, which is "
+            "written in no other format; quantize when the model is loaded (--quantization int4)"
         )
 
 
@@ -316,10 +337,14 @@ class RecordingFormat:
 
 @dataclass(frozen=True)
 class LayerQuantizer:
-    """Quantizes one layer at a time and carries the calibration samples through the layers."""
+    """Quantizes one layer at a time and carries the calibration samples through the layers.
+
+    Experts that the checkpoint stores in one tensor are written as a tensor for each.
+    """
 
     model: ModelSpec
     names: TensorNames
+    written_names: TensorNames
     source: FileSource
     options: QuantizeOptions
     dtype: torch.dtype
@@ -329,22 +354,39 @@ class LayerQuantizer:
     hidden_states: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def load_layer(
-        self, layer: int, source: FileSource, weight_format: WeightFormat, device: torch.device
+        self,
+        layer: int,
+        source: FileSource,
+        names: TensorNames,
+        weight_format: WeightFormat,
+        device: torch.device,
     ) -> Decoder:
         """Load a decoder that consists of one layer, with its weights in the given format."""
-        weights = ModelWeights(source, self.names, self.dtype, device, weight_format)
+        weights = ModelWeights(source, names, self.dtype, device, weight_format)
         return Decoder(self.model, weights, SINGLE_RANK, range(layer, layer + 1))
 
     def list_linears(self, layer: int) -> list[LinearSpec]:
         """List the linear layers inside a decoder layer, without loading weights."""
         recording = RecordingFormat()
-        self.load_layer(layer, self.source, recording, META_DEVICE)
+        self.load_layer(layer, self.source, self.names, recording, META_DEVICE)
         return [linear for linear in recording.linears if linear.in_decoder_layer]
+
+    def list_written(self, linear: LinearSpec) -> list[LinearSpec]:
+        """List the linear layers that a matrix is written as. They share its rows equally."""
+        if linear.expert is None:
+            return [linear]
+        written = self.written_names
+        layer, _, name = linear.name.rpartition(self.names.experts)
+        is_up = name in names_of(self.names.expert_up)
+        parts = names_of(written.expert_up) if is_up else (written.expert_down,)
+        prefix = layer + written.experts.format(e=linear.expert)
+        rows, columns = linear.shape
+        return [LinearSpec(prefix + part, (rows // len(parts), columns)) for part in parts]
 
     def read_other_tensors(self, layer: int, quantized: Sequence[LinearSpec]) -> StoredTensors:
         """Read the tensors of a decoder layer that are not quantized."""
         prefix = self.names.layer.format(i=layer)
-        replaced = {f"{linear.name}.weight" for linear in quantized}
+        replaced = {find_weight_name(self.source, linear.name) for linear in quantized}
         others = [
             name for name in self.source.names() if name.startswith(prefix) and name not in replaced
         ]
@@ -357,9 +399,11 @@ class LayerQuantizer:
         for linear in linears:
             matrix = DenseFormat().open_matrix(self.source, linear)
             weight = matrix.load_dense(torch.float32, self.device)
-            stored = self._quantize_weight(weight, hessians.get(linear.name))
-            for suffix, tensor in stored.items():
-                tensors[f"{linear.name}.{suffix}"] = tensor
+            written = self.list_written(linear)
+            for part, rows in zip(written, weight.chunk(len(written)), strict=True):
+                stored = self._quantize_weight(rows, hessians.get(linear.name))
+                for suffix, tensor in stored.items():
+                    tensors[f"{part.name}.{suffix}"] = tensor
         return tensors
 
     def _quantize_weight(self, weight: torch.Tensor, hessian: torch.Tensor | None) -> StoredTensors:
@@ -387,7 +431,7 @@ class LayerQuantizer:
     def _compute_hessians(self, layer: int) -> dict[str, torch.Tensor]:
         """Run all samples through the layer; returns the Hessian by name of the linear layer."""
         recording = RecordingFormat(experts=self.names.experts.partition("{e}")[0])
-        decoder = self.load_layer(layer, self.source, recording, self.device)
+        decoder = self.load_layer(layer, self.source, self.names, recording, self.device)
         for index in range(len(self.samples)):
             self._run_sample(decoder, index)
         return {
@@ -403,7 +447,7 @@ class LayerQuantizer:
             return
         source = self.source.with_shard(shard)
         weight_format = GptqFormat(zero_point_offset=1)
-        decoder = self.load_layer(layer, source, weight_format, self.device)
+        decoder = self.load_layer(layer, source, self.written_names, weight_format, self.device)
         for index in range(len(self.samples)):
             self.hidden_states[index] = self._run_sample(decoder, index)
 
