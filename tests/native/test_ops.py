@@ -609,3 +609,18 @@ def test_sampled_tokens(
                 left[:, columns].contiguous().view(torch.float32),
                 right[:, columns].contiguous().view(torch.float32),
             )
+
+
+def test_reports_of_logits_that_are_no_numbers_show_nothing_of_other_rows(
+    pool: ThreadPool,
+) -> None:
+    logits = torch.full((2, 50), float("nan"))
+    logits[1, 7] = 2.0
+    stale = -1  # what another row left there
+    reports = torch.full((2, 2 + 2 * MAX_TOP_LOGPROBS), stale, dtype=torch.int32)
+    ops.score_tokens(pool, logits, torch.tensor([3, 7]), 5, reports)
+    for report in reports:
+        top = report[2:7].tolist()
+        assert len(set(top)) == 5 and min(top) >= 0
+        logprobs = report[2 + MAX_TOP_LOGPROBS : 7 + MAX_TOP_LOGPROBS]
+        assert bool((logprobs != stale).all())

@@ -158,6 +158,9 @@ static inline bool ranks_before(const float *logits, int32_t a, int32_t b) {
     return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
 }
 
+// A logit for sorting: NaN, which a model may compute, comes last.
+static inline float order_of(float logit) { return isnan(logit) ? -INFINITY : logit; }
+
 // Writes the candidates that rank before a token to `ids`; returns how many there are.
 static long keep_before(const Candidates *c, int32_t token, int32_t *ids) {
     long n = 0;
@@ -481,8 +484,12 @@ static void write_report(const float *logits, long vocab, int32_t token, long nu
     if (num_top > vocab) num_top = vocab;
     if (num_top) select_top_k(logits, vocab, num_top, ids);
     for (long i = 0; i < num_top; i++) {
-        long place = 0;
-        for (long j = 0; j < num_top; j++) place += ranks_before(logits, ids[j], ids[i]);
+        long place = 0;  // every token has a place of its own, also among logits that are no numbers
+        float value = order_of(logits[ids[i]]);
+        for (long j = 0; j < num_top; j++) {
+            float other = order_of(logits[ids[j]]);
+            place += other > value || (other == value && j < i);
+        }
         logprob = logits[ids[i]] - log_sum_exp;
         report[2 + place] = ids[i];
         memcpy(report + 2 + MAX_TOP + place, &logprob, sizeof logprob);
