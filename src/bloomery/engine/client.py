@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from bloomery.config import EnginePlan
 from bloomery.engine.journal import JournalEntry, RequestJournal
+from bloomery.engine.turns import TurnQueue
 from bloomery.errors import BloomeryError, InvalidRequest, RequestFailed
 from bloomery.ipc import (
     ENGINE_CODEC,
@@ -83,46 +84,25 @@ class EngineTimeouts:
         return cls(step_seconds=factor * step_seconds)
 
 
-class WakeupQueue:
-    """Wakes readers of streams in small batches.
-
-    If a thousand readers are woken at once, the event loop runs all of them before anything else,
-    for example before it refuses a new request.
-    """
-
-    def __init__(self) -> None:
-        self.pending = deque[asyncio.Event]()
-
-    def wake(self, reader: asyncio.Event) -> None:
-        self.pending.append(reader)
-        if len(self.pending) == 1:
-            asyncio.get_running_loop().call_soon(self._wake_batch)
-
-    def _wake_batch(self) -> None:
-        for _ in range(min(len(self.pending), WAKEUP_BATCH)):
-            self.pending.popleft().set()
-        if self.pending:
-            asyncio.get_running_loop().call_soon(self._wake_batch)
-
-
 class StreamListener:
     """Wakes the reader of one stream and tells it which of its journal entries have output."""
 
-    def __init__(self, wakeups: WakeupQueue) -> None:
+    def __init__(self, wakeups: TurnQueue) -> None:
         self.entries_with_output = dict[JournalEntry, None]()
-        self.event = asyncio.Event()
+        self.wakeup: asyncio.Future[None] | None = None  # None: the reader is not waiting
         self.wakeups = wakeups
 
     def notify(self, entry: JournalEntry) -> None:
-        if not self.entries_with_output:
-            self.wakeups.wake(self.event)
+        if self.wakeup is not None and not self.entries_with_output:
+            self.wakeups.add(self.wakeup)
         self.entries_with_output[entry] = None
 
     async def next_entry(self) -> JournalEntry:
         """Wait for an entry that has output."""
-        while not self.entries_with_output:
-            self.event.clear()
-            await self.event.wait()
+        if not self.entries_with_output:
+            self.wakeup = asyncio.get_running_loop().create_future()
+            await self.wakeup
+            self.wakeup = None
         entry = next(iter(self.entries_with_output))
         del self.entries_with_output[entry]
         return entry
@@ -170,7 +150,7 @@ class EngineClient:
         self.prestarted = prestarted
         self.timeouts = timeouts or EngineTimeouts.for_device(plan.device)
         self.journal = RequestJournal()
-        self.wakeups = WakeupQueue()
+        self.wakeups = TurnQueue(WAKEUP_BATCH)
         self.reported_status = EngineStatus("loading")
         self.capacity: EngineCapacity | None = None
         self.epoch = 0  # engines started so far

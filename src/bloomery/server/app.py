@@ -257,7 +257,7 @@ class InferenceApp:
         response: Any = None
         try:
             if call.route.generates:
-                self.service.check_capacity(call.tenant)
+                await self.service.wait_for_turn(call.tenant)
             response = await self._run_handler(call)
             response.headers["x-request-id"] = call.request_id
             if isinstance(response, EventStreamResponse):
