@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from bloomery.config import EnginePlan
 from bloomery.engine.journal import JournalEntry, RequestJournal
+from bloomery.engine.turns import TurnQueue
 from bloomery.errors import BloomeryError, InvalidRequest, RequestFailed
 from bloomery.ipc import (
     ENGINE_CODEC,
@@ -83,46 +84,25 @@ class EngineTimeouts:
         return cls(step_seconds=factor * step_seconds)
 
 
-class WakeupQueue:
-    """Wakes readers of streams in small batches.
-
-    If a thousand readers are woken at once, the event loop runs all of them before anything else,
-    for example before it refuses a new request.
-    """
-
-    def __init__(self) -> None:
-        self.pending = deque[asyncio.Event]()
-
-    def wake(self, reader: asyncio.Event) -> None:
-        self.pending.append(reader)
-        if len(self.pending) == 1:
-            asyncio.get_running_loop().call_soon(self._wake_batch)
-
-    def _wake_batch(self) -> None:
-        for _ in range(min(len(self.pending), WAKEUP_BATCH)):
-            self.pending.popleft().set()
-        if self.pending:
-            asyncio.get_running_loop().call_soon(self._wake_batch)
-
-
 class StreamListener:
     """Wakes the reader of one stream and tells it which of its journal entries have output."""
 
-    def __init__(self, wakeups: WakeupQueue) -> None:
+    def __init__(self, wakeups: TurnQueue) -> None:
         self.entries_with_output = dict[JournalEntry, None]()
-        self.event = asyncio.Event()
+        self.wakeup: asyncio.Future[None] | None = None  # None: the reader is not waiting
         self.wakeups = wakeups
 
     def notify(self, entry: JournalEntry) -> None:
-        if not self.entries_with_output:
-            self.wakeups.wake(self.event)
+        if self.wakeup is not None and not self.entries_with_output:
+            self.wakeups.add(self.wakeup)
         self.entries_with_output[entry] = None
 
     async def next_entry(self) -> JournalEntry:
         """Wait for an entry that has output."""
-        while not self.entries_with_output:
-            self.event.clear()
-            await self.event.wait()
+        if not self.entries_with_output:
+            self.wakeup = asyncio.get_running_loop().create_future()
+            await self.wakeup
+            self.wakeup = None
         entry = next(iter(self.entries_with_output))
         del self.entries_with_output[entry]
         return entry
@@ -170,7 +150,7 @@ class EngineClient:
         self.prestarted = prestarted
         self.timeouts = timeouts or EngineTimeouts.for_device(plan.device)
         self.journal = RequestJournal()
-        self.wakeups = WakeupQueue()
+        self.wakeups = TurnQueue(WAKEUP_BATCH)
         self.reported_status = EngineStatus("loading")
         self.capacity: EngineCapacity | None = None
         self.epoch = 0  # engines started so far
@@ -213,7 +193,7 @@ class EngineClient:
     def status(self) -> EngineStatus:
         """The engine's status. A ready engine that makes no progress is reported as stalled."""
         status = self.reported_status
-        if status.state != "ready" or self.idle_seconds <= self._compute_stall_limit():
+        if status.state != "ready" or not self._is_stalled():
             return status
         detail = f"the engine has made no progress for {self.idle_seconds:.0f} seconds"
         return EngineStatus("stalled", detail=detail)
@@ -374,19 +354,21 @@ class EngineClient:
             return max(self.timeouts.first_step_seconds, self.timeouts.step_seconds)
         return max(self.timeouts.step_seconds, HANG_FACTOR * max(self.step_times))
 
-    def _compute_stall_limit(self) -> float:
-        """Seconds without progress after which the engine is not reported as ready any more.
+    def _is_stalled(self) -> bool:
+        """Whether the engine has made no progress for too long to be reported as ready.
 
-        An idle engine is judged by its heartbeats, a busy one by the duration of its steps.
+        An idle engine is judged by its heartbeats, a busy one by the duration of its steps. Each
+        request asks this several times, and the slowest step takes longer to find than the rest.
         """
-        limit = min(STALL_SECONDS, self.timeouts.step_seconds / 2)
+        if self.idle_seconds <= min(STALL_SECONDS, self.timeouts.step_seconds / 2):
+            return False
         if not self._has_sent_requests():
-            return limit
+            return True
         if len(self.step_times) < MIN_TIMED_STEPS:
             slowest_step = self.timeouts.first_step_seconds
         else:
             slowest_step = max(self.step_times)
-        return max(limit, STALL_FACTOR * slowest_step)
+        return self.idle_seconds > STALL_FACTOR * slowest_step
 
     def _handle_crash(self, child: EngineChild) -> None:
         """Record the crash in the journal and decide whether to start another engine."""

@@ -257,7 +257,7 @@ class InferenceApp:
         response: Any = None
         try:
             if call.route.generates:
-                self.service.check_capacity(call.tenant)
+                await self.service.wait_for_turn(call.tenant)
             response = await self._run_handler(call)
             response.headers["x-request-id"] = call.request_id
             if isinstance(response, EventStreamResponse):
@@ -359,7 +359,8 @@ class InferenceServer(uvicorn.Server):
 
         In one iteration of its loop, libuv accepts one connection per descriptor. While streams
         keep the loop busy, new connections would otherwise wait for seconds to be accepted, even
-        to be refused.
+        to be refused. All descriptors share one queue of connections, which has the length that was
+        set last. A client that finds it full tries again after a second.
         """
         await super().startup(sockets)
         loop = asyncio.get_running_loop()
@@ -368,7 +369,10 @@ class InferenceServer(uvicorn.Server):
             for _ in range(NUM_ACCEPTORS - 1):
                 duplicate = socket.socket(fileno=os.dup(descriptor))
                 server = await loop.create_server(
-                    self._create_protocol, sock=duplicate, ssl=self.config.ssl
+                    self._create_protocol,
+                    sock=duplicate,
+                    ssl=self.config.ssl,
+                    backlog=self.config.backlog,
                 )
                 self.servers.append(server)
 

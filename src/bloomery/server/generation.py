@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -253,8 +253,7 @@ class GenerationJob:
         timings = self.timings
         previous = self.last_token_times.get(output.request)
         self.last_token_times[output.request] = now
-        first_request = next(iter(self.generations[index].completions))
-        if previous is None and output.request == first_request:
+        if previous is None and output.request == next(iter(self.generations[index].completions)):
             self.cached_tokens[index] = output.cached
         if not timings.first_token:
             timings.first_token = now
@@ -262,9 +261,7 @@ class GenerationJob:
             self.permit.mark_started()
             metrics.observe_first_token(timings, self.num_prompt_tokens, output.cached)
         gap_seconds = None if previous is None else now - previous
-        for _ in output.ids:
-            metrics.observe_token(gap_seconds, now)
-            gap_seconds = 0.0  # the other tokens of this output arrived with the first
+        metrics.observe_tokens(len(output.ids), gap_seconds, now)
 
     def _record_finish(self) -> None:
         timings = self.timings
@@ -347,16 +344,15 @@ class GenerationJob:
         return usage
 
 
-def _split_by_token(output: TokenOutput) -> Iterator[TokenOutput]:
+def _split_by_token(output: TokenOutput) -> Sequence[TokenOutput]:
     """Split an output with several tokens into one output per token."""
     last = len(output.ids) - 1
     if last <= 0:
-        yield output
-        return
-    for i, token_id in enumerate(output.ids):
-        # Built by hand: dataclasses.replace takes many times as long, and a server that lags
-        # behind its engine splits many outputs.
-        yield TokenOutput(
+        return (output,)
+    # Built by hand: dataclasses.replace takes many times as long, and a server that lags behind
+    # its engine splits many outputs.
+    return [
+        TokenOutput(
             output.request,
             output.position + i,
             (token_id,),
@@ -367,6 +363,8 @@ def _split_by_token(output: TokenOutput) -> Iterator[TokenOutput]:
             output.error,
             output.queued,
         )
+        for i, token_id in enumerate(output.ids)
+    ]
 
 
 # ---- server-sent events --------------------------------------------------------------------

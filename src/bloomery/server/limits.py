@@ -246,7 +246,8 @@ def _count_entries(name: str, value: list[Any] | dict[str, Any], max_entries: in
     holds_token_ids = name in TOKEN_ID_FIELDS and not holds_objects
     num_entries = 0 if holds_token_ids else len(value)
     num_parts = 0
-    if len(value) <= max_entries:
+    # This is the fastest way to know that a list of token ids holds no object.
+    if len(value) <= max_entries and dict in map(type, value):
         contents = (entry.get("content") for entry in value if isinstance(entry, dict))
         num_parts = sum(len(content) for content in contents if isinstance(content, list))
     return max(num_entries, num_parts)

@@ -208,12 +208,18 @@ class ServerMetrics:
         self.histograms["prefill"].observe(max(timings.first_token - timings.started, 0.0))
         self.perceived["first_token", perceived_band(ttft)] += 1
 
-    def observe_token(self, gap_seconds: float | None, now: float) -> None:
-        """`gap_seconds`: since the sequence's last token; None for its first."""
-        self.generated_tokens += 1
-        self.output_token_rate.add(1, now)
-        if gap_seconds is not None:
-            self.histograms["itl"].observe(gap_seconds)
+    def observe_tokens(self, count: int, gap_seconds: float | None, now: float) -> None:
+        """Count tokens of one sequence that arrived together.
+
+        `gap_seconds`: since the sequence's last token; None for its first.
+        """
+        self.generated_tokens += count
+        self.output_token_rate.add(count, now)
+        latencies = self.histograms["itl"]
+        if gap_seconds is not None and count:
+            latencies.observe(gap_seconds)
+        for _ in range(count - 1):
+            latencies.observe(0.0)
 
     def observe_finish(
         self, timings: RequestTimings, reasons: Iterable[str], lengths: Sequence[int]

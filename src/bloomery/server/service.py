@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope
 
 from bloomery import __version__
 from bloomery.engine.adapter_catalog import NamedAdapter
+from bloomery.engine.turns import TurnQueue
 from bloomery.errors import (
     GRAMMAR_TOO_COMPLEX,
     NO_TOKEN_LEFT,
@@ -83,6 +84,9 @@ REGION_WORDS = ("think", "reason", "channel")
 
 # Mistral's chat templates refuse ids of tool calls that do not have nine characters.
 SHORT_ID_CHECK = re.compile(r"length\s*!=\s*9")
+
+# Requests taken in together, before tokens are written again. One costs as much as 20 tokens.
+ARRIVAL_BATCH = 8
 
 # A text of more characters, or a list of more token ids, goes to the tokenizer worker pool.
 MAX_INLINE_LENGTH = 1000
@@ -182,6 +186,7 @@ class InferenceService:
             self.metrics.adapters,
         )
         self.admission = AdmissionControl(limits.requests, per_key_share)
+        self.arrivals = TurnQueue(ARRIVAL_BATCH)
         self.measure_memory = resident_memory_bytes
         self.memory_pressure = 0.0  # share of the memory limit in use at the last measurement
         self.tokenizer_pool = TokenizerPool(
@@ -266,6 +271,12 @@ class InferenceService:
         if self.backend.status.state == "restarting":
             raise unavailable_error("the engine is restarting and its queue is full", 5)
         raise overloaded_error(self.admission.retry_after(self.prompt_rate))
+
+    async def wait_for_turn(self, key: str) -> None:
+        """Wait until a request may be read. Refuse it as soon as it cannot be admitted."""
+        self.check_capacity(key)
+        await self.arrivals.wait()
+        self.check_capacity(key)  # those before it may have taken the last places
 
     def admit(self, num_sequences: int, key: str = "") -> AdmissionPermit:
         """Reserve places for the sequences of one request."""

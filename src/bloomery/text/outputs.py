@@ -549,9 +549,11 @@ class StopStringMatcher:
 
     def push(self, text: str, can_stop: bool = True) -> str:
         """Return the text that can be shown. Unless `can_stop`, a stop string counts as text."""
+        if not self._stops:
+            return text
         num_held = len(self._held_back)
         text = self._held_back + text
-        if not self._stops or self._first_character.search(text) is None:
+        if self._first_character.search(text) is None:
             return text
         if can_stop:
             starts = {

@@ -211,6 +211,7 @@ class CompletionEnvelope:
             "model": call.model_name,
         }
         self.tail = {"system_fingerprint": call.service.fingerprint}
+        self.chunk_head = {**self.head, **self.tail}
         self.include_usage = bool(options.include_usage)
         self.continuous_usage = bool(options.continuous_usage_stats)
 
@@ -220,17 +221,17 @@ class CompletionEnvelope:
 
     def chunk_event(self, choice: dict[str, Any], num_unsent: int = 0, **more: Any) -> bytes:
         """One chunk. `num_unsent` tokens have been generated but are sent in later chunks."""
-        chunk = {**self.head, **self.tail, "choices": [choice]}
+        chunk = {**self.chunk_head, "choices": [choice]}
         if self.continuous_usage:
             chunk["usage"] = self.job.openai_usage(num_unsent)
         elif self.include_usage:
             chunk["usage"] = None
-        return format_event({**chunk, **more})
+        return format_event(chunk | more)
 
     def final_events(self) -> bytes:
         if not self.include_usage:
             return DONE_EVENT
-        usage = {**self.head, **self.tail, "choices": [], "usage": self.job.openai_usage()}
+        usage = {**self.chunk_head, "choices": [], "usage": self.job.openai_usage()}
         return format_event(usage) + DONE_EVENT
 
 
