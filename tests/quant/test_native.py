@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from bloomery.native.build import NativeBuildError
 from bloomery.native.thread_pool import ThreadPool
+from bloomery.quant.base import CheckpointTensors, LinearSpec
+from bloomery.quant.dense import DenseWeight
+from bloomery.quant.lazy_tensor import LazyTensor
 from bloomery.quant.native import NativeWeight
+from bloomery.quant.packed_matrix import open_unquantized
 from bloomery.quant.quantized_weight import QuantizedWeight
 from tests.quant.formats import CPU, FORMATS
 
@@ -82,6 +88,31 @@ def test_mxfp4_keeps_its_values(pool: ThreadPool) -> None:
     assert isinstance(native, NativeWeight)
     values = matrix.load_dense(torch.float32, CPU)
     assert torch.equal(native.gather(torch.arange(96)), values)
+
+
+class SingleTensor:
+    """A checkpoint with one tensor."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.stored = LazyTensor.from_tensor(tensor)
+
+    def has(self, name: str) -> bool:
+        return name == "head.weight"
+
+    def tensor(self, *_: object, **__: object) -> LazyTensor:
+        return self.stored
+
+
+def test_what_a_format_leaves_in_16_bits_keeps_them(pool: ThreadPool) -> None:
+    values = torch.randn(96, 256).bfloat16()
+    source = cast(CheckpointTensors, SingleTensor(values))
+    matrix = open_unquantized(source, LinearSpec("head", (96, 256)))
+    assert torch.equal(matrix.load_dense(torch.float32, CPU), values.float())
+    native = matrix.prepare(torch.float32, CPU, pool)
+    assert isinstance(native, NativeWeight) and native.nbytes == values.nbytes
+    assert torch.equal(native.gather(torch.arange(96)), values.float())
+    alone = matrix.prepare(torch.float32, CPU)
+    assert isinstance(alone, DenseWeight) and torch.equal(alone.weight, values.float())
 
 
 def test_rows_that_are_not_whole_blocks_are_not_converted(pool: ThreadPool) -> None:

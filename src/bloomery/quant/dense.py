@@ -98,9 +98,9 @@ def runs_natively(dtype: torch.dtype, device: torch.device, pool: ThreadPool | N
 def prepare_dense(
     weight: torch.Tensor, dtype: torch.dtype, pool: ThreadPool | None
 ) -> DenseWeight | NativeWeight:
-    """Prepare weights [out, in] for activations of a dtype."""
+    """Prepare weights [out, in], of this dtype or a narrower one, for activations of the dtype."""
     if pool is None or not runs_natively(dtype, weight.device, pool):
-        return DenseWeight(weight)
+        return DenseWeight(weight.to(dtype))
     return NativeWeight(ops.NativeMatrix.from_floats(pool, weight), pool)
 
 

@@ -85,9 +85,9 @@ LoadedWeight = QuantizedCodes | torch.Tensor
 
 
 def dequantize(weight: LoadedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights [out, in]. A dense tensor is returned as it is."""
+    """Return the weights [out, in]."""
     if isinstance(weight, torch.Tensor):
-        return weight
+        return weight.to(dtype)
     return weight.dequantize(dtype)
 
 

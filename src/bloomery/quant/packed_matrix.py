@@ -156,6 +156,8 @@ def open_unquantized(tensors: CheckpointTensors, linear: LinearSpec) -> PackedMa
     weight = DenseFormat().open_matrix(tensors, linear).weight
 
     def load(ranges: Sequence[Range], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return weight.rows(ranges).load(dtype, device)
+        # Native kernels multiply weights of 16 bits with activations of 32.
+        is_wider = torch.promote_types(weight.dtype, dtype) == dtype
+        return weight.rows(ranges).load(weight.dtype if is_wider else dtype, device)
 
     return PackedMatrix.from_loader(linear, load)
