@@ -123,6 +123,26 @@ def test_llama_cpp_names_adapters_by_id(lora_server: HttpTestServer) -> None:
         assert response.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize("field", ["adapter_id", "lora"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"inputs": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/api/generate", {"model": "speaker", "prompt": "hi"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_base_model_does_not_answer_for_an_adapter_in_the_wrong_field(
+    lora_server: HttpTestServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    response = lora_server.client.post(path, json=body | {field: "smith"})
+    assert response.status_code == (422 if path == "/generate" else 400)
+    assert f"{field} is not supported: name the LoRA adapter" in response.text
+
+
 def test_an_unknown_adapter_is_answered_with_the_names(lora_server: HttpTestServer) -> None:
     for name in ("miner", "speaker:miner"):
         response = lora_server.post("/v1/chat/completions", {**MESSAGES, "model": name})

@@ -41,6 +41,10 @@ MAX_INTEGER = 2**64 - 1
 MIN_INTEGER = -(2**63)
 # Values with which an unsupported field has no effect, so it is not refused.
 EMPTY_VALUES: tuple[Any, ...] = (None, False, [], "")
+# Fields that name a LoRA adapter, for routes that do not have them: the base model must not answer
+# instead of the adapter.
+NAMED_AS_MODEL = "name the LoRA adapter as the model"
+ADAPTER_FIELDS = {"adapter_id": NAMED_AS_MODEL, "lora": NAMED_AS_MODEL}
 IMAGE_FIELDS = ("images",)  # unsupported fields with which a client sends images
 
 

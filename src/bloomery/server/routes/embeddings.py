@@ -9,7 +9,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from starlette.types import ASGIApp
 
@@ -20,7 +20,7 @@ from bloomery.server.errors import format_openai_error
 from bloomery.server.generation import DisconnectWatch
 from bloomery.server.limits import AdmissionPermit, check_labels
 from bloomery.server.routes.completions import split_prompts, tokenize_prompt
-from bloomery.server.schema import RequestBody
+from bloomery.server.schema import ADAPTER_FIELDS, RequestBody
 from bloomery.server.service import HttpCall, Route
 from bloomery.server.shapes import EMBEDDINGS
 
@@ -28,6 +28,8 @@ MAX_INPUTS = 2048  # of one request, as OpenAI allows
 
 
 class EmbeddingBody(RequestBody, kw_only=True):
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = ADAPTER_FIELDS
+
     input: str | list[Any]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.types import ASGIApp
@@ -21,7 +21,7 @@ from bloomery.sampling import SamplingParams
 from bloomery.server.errors import format_tgi_error
 from bloomery.server.generation import GenerationInput, GenerationJob, format_event
 from bloomery.server.limits import ServerLimits, check_sampling_limits
-from bloomery.server.schema import RequestBody
+from bloomery.server.schema import ADAPTER_FIELDS, RequestBody
 from bloomery.server.service import (
     EVENT_MEDIA,
     JSON_OR_EVENTS,
@@ -79,6 +79,10 @@ class TgiParameters(msgspec.Struct, kw_only=True):
 
 
 class GenerateBody(RequestBody, kw_only=True):
+    UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = dict.fromkeys(
+        ADAPTER_FIELDS, "name the LoRA adapter in parameters.adapter_id"
+    )
+
     inputs: str
     parameters: TgiParameters | None = None
     stream: bool | None = None

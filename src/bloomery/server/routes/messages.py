@@ -27,7 +27,7 @@ from bloomery.server.routes.message_blocks import (
 )
 from bloomery.server.routes.openai import merge_sampling_params
 from bloomery.server.routes.response_writer import count_cache_writes
-from bloomery.server.schema import RequestBody
+from bloomery.server.schema import ADAPTER_FIELDS, RequestBody
 from bloomery.server.service import JSON_OR_EVENTS, HttpCall, PlannedResponse, Route, plan_response
 from bloomery.server.shapes import ANTHROPIC_MESSAGE
 from bloomery.text.outputs import CompletionDelta, CompletionState
@@ -46,6 +46,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 class CountBody(RequestBody, kw_only=True):
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
+        **ADAPTER_FIELDS,
         "mcp_servers": "this server does not connect to MCP servers; leave it out",
         "container": "this server runs no code; leave it out",
     }

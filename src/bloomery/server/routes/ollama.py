@@ -26,7 +26,7 @@ from bloomery.server.routes.chat import ChatMessage, to_template_messages
 from bloomery.server.routes.completions import find_gap_tokens, tokenize_gap
 from bloomery.server.routes.embeddings import EmbeddingBody, embed_inputs
 from bloomery.server.routes.openai import TEXT_ONLY, merge_sampling_params
-from bloomery.server.schema import RequestBody, encode_json
+from bloomery.server.schema import ADAPTER_FIELDS, RequestBody, encode_json
 from bloomery.server.service import (
     JSON_MEDIA,
     HttpCall,
@@ -62,6 +62,7 @@ class OllamaBody(RequestBody, kw_only=True):
     """Fields of both routes that generate."""
 
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
+        **ADAPTER_FIELDS,
         "images": TEXT_ONLY,
         "template": "the model's own template is used; leave it out",
         "logprobs": NO_LOGPROBS,

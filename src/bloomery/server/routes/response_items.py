@@ -16,7 +16,7 @@ from uuid import uuid4
 from bloomery.errors import InvalidRequest
 from bloomery.response_format import ToolFunction
 from bloomery.server.routes.chat import check_text_parts
-from bloomery.server.schema import RequestBody
+from bloomery.server.schema import ADAPTER_FIELDS, RequestBody
 
 TEXT_PART_TYPES = ("input_text", "output_text", "text")
 INPUT_ROLES = ("system", "developer", "user", "assistant")
@@ -45,6 +45,7 @@ class ResponseInputBody(RequestBody, kw_only=True):
     """The fields that decide what the model reads."""
 
     UNSUPPORTED_FIELDS: ClassVar[dict[str, str]] = {
+        **ADAPTER_FIELDS,
         "prompt": "prompts that OpenAI stores are not known here; send instructions and input",
     }
     IGNORED_FIELDS: ClassVar[frozenset[str]] = frozenset(
