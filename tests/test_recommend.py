@@ -20,6 +20,8 @@ PUBLISHED_SIZES = {
     "Qwen/Qwen3-30B-A3B-Instruct-2507": 30.5,
     "Qwen/Qwen3-32B": 32.8,
     "meta-llama/Llama-3.3-70B-Instruct": 70.6,
+    "openai/gpt-oss-20b": 20.9,
+    "openai/gpt-oss-120b": 116.8,
 }
 
 
@@ -42,6 +44,15 @@ def test_more_memory_fits_more_models_in_higher_precision() -> None:
     thirty_two = [next(fit for fit in fits if "32B" in fit.model) for fits in (on_small, on_large)]
     assert [fit.precision for fit in thirty_two] == ["int4", "bf16"]
     assert thirty_two[0].arguments == "Qwen/Qwen3-32B --quantization int4"
+
+
+def test_gpt_oss_is_served_as_it_is_stored() -> None:
+    laptop = find_hardware("zen3-2")
+    fits = {fit.model: fit for fit in list_fits(laptop, 32e9)}
+    fit = fits["openai/gpt-oss-20b"]
+    assert fit.fits and fit.arguments == "openai/gpt-oss-20b"
+    assert fit.gigabytes == pytest.approx(14.4, abs=0.1)
+    assert fits["Qwen/Qwen3-14B"].tokens_per_second < fit.tokens_per_second
 
 
 def test_this_machine_gets_a_recommendation_that_anybody_may_download() -> None:

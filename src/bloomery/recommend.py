@@ -14,7 +14,14 @@ from typing import Any
 from bloomery.config import resolve_device
 from bloomery.families import describe_config
 from bloomery.hardware import HardwareSpec, detect_hardware, usable_memory_bytes
-from bloomery.roofline import PRECISIONS, Roofline, kv_bytes, state_bytes, weights_bytes
+from bloomery.roofline import (
+    PRECISIONS,
+    Roofline,
+    WeightPrecision,
+    kv_bytes,
+    state_bytes,
+    weights_bytes,
+)
 from bloomery.spec import ModelSpec
 
 # A model "fits" with one sequence of this many tokens beside its weights.
@@ -28,6 +35,10 @@ CPU_MEMORY_SHARE = 0.6
 # Precisions to try, best first. On a CPU 16 bits are half as fast as 8 and hardly better.
 GPU_PRECISIONS = ("bf16", "int8", "int4")
 CPU_PRECISIONS = ("int8", "int4")
+# Experts in MXFP4 and the rest in 16 bits, as gpt-oss is stored. On a CPU a scale takes 16 bits.
+GPU_MXFP4 = WeightPrecision("mxfp4", 16, expert_bits=4 + 8 / 32)
+CPU_MXFP4 = WeightPrecision("mxfp4", 16, expert_bits=4 + 16 / 32)
+AS_STORED = ("bf16", "mxfp4")  # precisions that need no --quantization
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,14 @@ class OpenModel:
     head_dim: int = 128
     num_experts: int = 0
     num_active_experts: int = 0
+    has_mxfp4_experts: bool = False
     gated: bool = False  # needs an account that its owner has approved
+
+    def list_precisions(self, is_cpu: bool) -> list[WeightPrecision]:
+        """The precisions to try, best first."""
+        if self.has_mxfp4_experts:
+            return [CPU_MXFP4 if is_cpu else GPU_MXFP4]
+        return [PRECISIONS[name] for name in (CPU_PRECISIONS if is_cpu else GPU_PRECISIONS)]
 
     def describe(self) -> ModelSpec:
         config: dict[str, Any] = {
@@ -78,6 +96,21 @@ OPEN_MODELS = (
     OpenModel("Qwen/Qwen3-8B", "qwen3", 4096, 36, 32, 8, 12288, 151936, tied=False),
     OpenModel("Qwen/Qwen3-14B", "qwen3", 5120, 40, 40, 8, 17408, 151936, tied=False),
     OpenModel(
+        "openai/gpt-oss-20b",
+        "gpt_oss",
+        2880,
+        24,
+        64,
+        8,
+        2880,
+        201088,
+        tied=False,
+        head_dim=64,
+        num_experts=32,
+        num_active_experts=4,
+        has_mxfp4_experts=True,
+    ),
+    OpenModel(
         "Qwen/Qwen3-30B-A3B-Instruct-2507",
         "qwen3_moe",
         2048,
@@ -103,6 +136,21 @@ OPEN_MODELS = (
         tied=False,
         gated=True,
     ),
+    OpenModel(
+        "openai/gpt-oss-120b",
+        "gpt_oss",
+        2880,
+        36,
+        64,
+        8,
+        2880,
+        201088,
+        tied=False,
+        head_dim=64,
+        num_experts=128,
+        num_active_experts=4,
+        has_mxfp4_experts=True,
+    ),
 )
 
 
@@ -111,7 +159,7 @@ class ModelFit:
     """One model on one device: the best precision that fits, its memory and its speed."""
 
     model: str
-    precision: str  # "bf16": as stored; else a value of --quantization
+    precision: str  # one of AS_STORED, or a value of --quantization
     gigabytes: float  # of the weights in memory
     tokens_per_second: float  # expected for one user
     fits: bool
@@ -124,7 +172,7 @@ class ModelFit:
     @property
     def arguments(self) -> str:
         """What follows `bloomery serve` or `bloomery run`."""
-        if self.precision == "bf16":
+        if self.precision in AS_STORED:
             return self.model
         return f"{self.model} --quantization {self.precision}"
 
@@ -139,18 +187,18 @@ class ModelFit:
 
 def list_fits(hardware: HardwareSpec, memory_bytes: float) -> Iterator[ModelFit]:
     """Yield every model of the table with its best precision that fits, or else its smallest."""
-    precision_names = CPU_PRECISIONS if hardware.is_cpu else GPU_PRECISIONS
     share = CPU_MEMORY_SHARE if hardware.is_cpu else GPU_MEMORY_SHARE
     for entry in OPEN_MODELS:
         model = entry.describe()
         cache_bytes = kv_bytes(model, CONTEXT_TOKENS, KV_BITS) + state_bytes(model)
         fit = None
-        for name in precision_names:
-            num_bytes = weights_bytes(model, PRECISIONS[name])
-            roofline = Roofline(model, hardware, PRECISIONS[name], KV_BITS)
+        for precision in entry.list_precisions(hardware.is_cpu):
+            num_bytes = weights_bytes(model, precision)
+            roofline = Roofline(model, hardware, precision, KV_BITS)
             seconds = roofline.expected_seconds(1, CONTEXT_TOKENS // 8, 1)
             fits = num_bytes + cache_bytes <= share * memory_bytes
-            fit = ModelFit(entry.name, name, num_bytes / 1e9, 1 / seconds, fits, entry.gated)
+            speed = 1 / seconds
+            fit = ModelFit(entry.name, precision.name, num_bytes / 1e9, speed, fits, entry.gated)
             if fits and fit.is_comfortable:
                 break
         if fit is not None:
