@@ -207,11 +207,12 @@ static inline PanelInts join_planes(const PanelInts *sum, int count, int r) {
 }
 
 // Multiplies a panel with `count` rows. `kind` and `count` are constants at each call, so the
-// compiler specialises the loops.
-INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
-                                const int count, WideFloats *out) {
+// compiler specialises the loops. `levels` are those that the codes select, if they do.
+INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const int8_t *levels,
+                                const QuantizedRows *x, long row, const int count,
+                                WideFloats *out) {
     const Scales scales = scales_of(kind);
-    const int8_t *levels = levels_of(kind);
+    const bool selects = levels_of(kind) != NULL;
     const long code_bytes = bits_of(kind) * 4 * PANEL, step = block_bytes(kind);
     const int8_t *q[PLANES * TILE];  // the high parts of all rows, then the low parts
     WideFloats sum[TILE], super = broadcast_wide(0), lowest = broadcast_wide(0);
@@ -246,7 +247,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
         }
         PanelInts left[PLANES * TILE], right[PLANES * TILE];
         if (bits_of(kind) == 4) {
-            if (levels) dots_levels(w, levels, q, PLANES * count, left);
+            if (selects) dots_levels(w, levels, q, PLANES * count, left);
             else dots_4bit(w, q, PLANES * count, left);
         } else {
             dots_8bit(w, q, 0, PLANES * count, left);
@@ -258,7 +259,7 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
             WideFloats row_scale = broadcast_wide(scale[r * x->blocks + b]);
             PanelInts first = join_planes(left, count, r);
             if (bits_of(kind) == 4) {
-                if (levels) first = lower_codes(first, at[0] + at[1]);
+                if (selects) first = lower_codes(first, at[0] + at[1]);
                 sum[r] = fuse_wide(d * row_scale, to_floats(first), sum[r]);
                 continue;
             }
@@ -280,33 +281,35 @@ INLINE void multiply_panel_rows(const uint8_t *w, const Kind kind, const Quantiz
     for (int r = 0; r < count; r++) out[r] = sum[r];
 }
 
-INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const QuantizedRows *x, long row,
-                                int count, WideFloats *out) {
+INLINE void multiply_panel_kind(const uint8_t *w, const Kind kind, const int8_t *levels,
+                                const QuantizedRows *x, long row, int count, WideFloats *out) {
     switch (count) {
-        case 1: multiply_panel_rows(w, kind, x, row, 1, out); break;
-        case 2: multiply_panel_rows(w, kind, x, row, 2, out); break;
-        case 3: multiply_panel_rows(w, kind, x, row, 3, out); break;
-        case 4: multiply_panel_rows(w, kind, x, row, 4, out); break;
-        case 5: multiply_panel_rows(w, kind, x, row, 5, out); break;
-        default: multiply_panel_rows(w, kind, x, row, 6, out);
+        case 1: multiply_panel_rows(w, kind, levels, x, row, 1, out); break;
+        case 2: multiply_panel_rows(w, kind, levels, x, row, 2, out); break;
+        case 3: multiply_panel_rows(w, kind, levels, x, row, 3, out); break;
+        case 4: multiply_panel_rows(w, kind, levels, x, row, 4, out); break;
+        case 5: multiply_panel_rows(w, kind, levels, x, row, 5, out); break;
+        default: multiply_panel_rows(w, kind, levels, x, row, 6, out);
     }
 }
 
 static void multiply_panel(const uint8_t *w, Kind kind, const QuantizedRows *x, long row, int count,
                            WideFloats *out) {
     switch (kind) {
-        case Q4: multiply_panel_kind(w, Q4, x, row, count, out); break;
-        case Q4_AFFINE: multiply_panel_kind(w, Q4_AFFINE, x, row, count, out); break;
-        case Q4_SUPER: multiply_panel_kind(w, Q4_SUPER, x, row, count, out); break;
-        case FP4: multiply_panel_kind(w, FP4, x, row, count, out); break;
-        case NF4: multiply_panel_kind(w, NF4, x, row, count, out); break;
-        case IQ4: multiply_panel_kind(w, IQ4, x, row, count, out); break;
-        case IQ4_SIGNED: multiply_panel_kind(w, IQ4_SIGNED, x, row, count, out); break;
-        case Q8: multiply_panel_kind(w, Q8, x, row, count, out); break;
-        case Q8_AFFINE: multiply_panel_kind(w, Q8_AFFINE, x, row, count, out); break;
-        case Q8_SUPER: multiply_panel_kind(w, Q8_SUPER, x, row, count, out); break;
-        case Q8_HALF_BLOCK: multiply_panel_kind(w, Q8_HALF_BLOCK, x, row, count, out); break;
-        default: multiply_panel_kind(w, Q8_EIGHTHS, x, row, count, out);
+        case Q4: multiply_panel_kind(w, Q4, NULL, x, row, count, out); break;
+        case Q4_AFFINE: multiply_panel_kind(w, Q4_AFFINE, NULL, x, row, count, out); break;
+        case Q4_SUPER: multiply_panel_kind(w, Q4_SUPER, NULL, x, row, count, out); break;
+        case FP4:  // these differ in their levels only
+        case NF4:
+        case IQ4: multiply_panel_kind(w, IQ4, levels_of(kind), x, row, count, out); break;
+        case IQ4_SIGNED:
+            multiply_panel_kind(w, IQ4_SIGNED, IQ4_LEVELS, x, row, count, out);
+            break;
+        case Q8: multiply_panel_kind(w, Q8, NULL, x, row, count, out); break;
+        case Q8_AFFINE: multiply_panel_kind(w, Q8_AFFINE, NULL, x, row, count, out); break;
+        case Q8_SUPER: multiply_panel_kind(w, Q8_SUPER, NULL, x, row, count, out); break;
+        case Q8_HALF_BLOCK: multiply_panel_kind(w, Q8_HALF_BLOCK, NULL, x, row, count, out); break;
+        default: multiply_panel_kind(w, Q8_EIGHTHS, NULL, x, row, count, out);
     }
 }
 
@@ -356,23 +359,30 @@ INLINE void multiply_float_rows(const uint8_t *w, const Kind kind, long columns,
     }
 }
 
+// Multiplies the rows a few at a time: as many as registers hold, then fewer and fewer. Functions for
+// every number of rows would take long to compile.
 INLINE void multiply_float_kind(const uint8_t *w, const Kind kind, long columns, const float *x,
                                 int count, WideFloats *out) {
-    switch (count) {
-        case 1: multiply_float_rows(w, kind, columns, x, 1, out); break;
-        case 2: multiply_float_rows(w, kind, columns, x, 2, out); break;
-        case 3: multiply_float_rows(w, kind, columns, x, 3, out); break;
-        case 4: multiply_float_rows(w, kind, columns, x, 4, out); break;
-        case 5: multiply_float_rows(w, kind, columns, x, 5, out); break;
-#if FLOAT_TILE > 6
-        case 6: multiply_float_rows(w, kind, columns, x, 6, out); break;
-        case 7: multiply_float_rows(w, kind, columns, x, 7, out); break;
-        case 8: multiply_float_rows(w, kind, columns, x, 8, out); break;
-        case 9: multiply_float_rows(w, kind, columns, x, 9, out); break;
-        case 10: multiply_float_rows(w, kind, columns, x, 10, out); break;
-        case 11: multiply_float_rows(w, kind, columns, x, 11, out); break;
-#endif
-        default: multiply_float_rows(w, kind, columns, x, FLOAT_TILE, out);
+    while (count > 0) {
+        int done = 1;
+        if (count >= FLOAT_TILE) {
+            multiply_float_rows(w, kind, columns, x, FLOAT_TILE, out);
+            done = FLOAT_TILE;
+        } else if (FLOAT_TILE > 8 && count >= 8) {
+            multiply_float_rows(w, kind, columns, x, 8, out);
+            done = 8;
+        } else if (count >= 4) {
+            multiply_float_rows(w, kind, columns, x, 4, out);
+            done = 4;
+        } else if (count >= 2) {
+            multiply_float_rows(w, kind, columns, x, 2, out);
+            done = 2;
+        } else {
+            multiply_float_rows(w, kind, columns, x, 1, out);
+        }
+        x += done * columns;
+        out += done;
+        count -= done;
     }
 }
 
