@@ -1,5 +1,5 @@
-// Matrix products: weights of few bits times rows of activations of 15 or 8 bits, and weights of 16 or
-// 32 bits times float32.
+// Matrix products: weights of few bits times rows of activations of 15 or 8 bits, and weights of 16
+// or 32 bits times float32.
 //
 // A matrix is stored in panels of P = PANEL rows, one block of 32 columns after the other. Inside a
 // block the codes are interleaved: four columns of row 0, the same four of row 1, and so on. One
@@ -22,8 +22,8 @@
 //   Before each eight blocks of SUPER lie D[P], M[P], of SIGNED and HALF_BLOCK D[P], all float16.
 //   Q8_EIGHTHS is Q8_HALF_BLOCK with D in eighths, which float16 could not hold without loss.
 //
-// F32, BF16 and F16 are weights in full precision: of each column of a panel the floats of its rows.
-// The activations that they multiply are not rounded.
+// F32, BF16 and F16 are weights in full precision: for each column of a panel the floats of its
+// rows. The activations that they multiply are not rounded.
 #include "levels.h"
 #include "panel_dots.h"
 
@@ -359,8 +359,8 @@ INLINE void multiply_float_rows(const uint8_t *w, const Kind kind, long columns,
     }
 }
 
-// Multiplies the rows a few at a time: as many as registers hold, then fewer and fewer. Functions for
-// every number of rows would take long to compile.
+// Multiplies the rows a few at a time: as many as registers hold, then fewer and fewer. Functions
+// for every number of rows would take long to compile.
 INLINE void multiply_float_kind(const uint8_t *w, const Kind kind, long columns, const float *x,
                                 int count, WideFloats *out) {
     while (count > 0) {

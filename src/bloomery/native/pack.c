@@ -1,6 +1,6 @@
-// Repacks GGUF blocks and floats into the panels of gemm.c. Codes and scales keep their values and are
-// interleaved. Codes of more than four bits, and entries of grids, take one byte each. Only Q2_K and
-// NVFP4, whose scales fit no panel, are rounded to eight bits.
+// Repacks GGUF blocks and floats into the panels of gemm.c. Codes and scales keep their values and
+// are interleaved. Codes of more than four bits, and entries of grids, take one byte each. Only
+// Q2_K and NVFP4, whose scales fit no panel, are rounded to eight bits.
 #include "gguf_blocks.h"
 
 #include <math.h>
