@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import sys
 
 # Set before Triton is imported: its kernels are interpreted on the CPU. Each test uses one core,
@@ -28,8 +29,12 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seed all random generators, so that a test does not depend on the tests before it."""
+    """Seed all random generators, so that a test does not depend on the tests before it.
+
+    Requests without a seed draw theirs from `secrets`: a test asks for the same answers each time.
+    """
     random.seed(0)
+    secrets.randbits = random.Random(0).getrandbits
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:

@@ -122,7 +122,7 @@ def test_stored_completions_are_read_changed_and_deleted(
     serve: Callable[..., HttpTestServer],
 ) -> None:
     server = serve()
-    (completion_id,) = store_answers(server, 1)
+    (completion_id,) = store_answers(server, 1, temperature=0)
     stored = server.get(f"{CHAT}/{completion_id}").json()
     assert stored["id"] == completion_id and stored["metadata"] == {"number": "0"}
     assert stored["choices"][0]["message"]["content"]
