@@ -12,7 +12,15 @@ from typing import Any
 from bloomery.families.dense import read_mlp
 from bloomery.families.llama import NAMES
 from bloomery.families.reader import ConfigReader
-from bloomery.spec import FusedTensor, LayerSpec, MoeSpec, RouterSpec, SplitTensors, TensorNames
+from bloomery.spec import (
+    FusedTensor,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    RouterSpec,
+    SplitTensors,
+    TensorNames,
+)
 
 IS_SPARSE = {"sparse": True, "dense": False}
 # DeepSeek's router without groups. The normalizer would be 0 if all scores underflow.
@@ -93,13 +101,15 @@ def read_experts(
     config: ConfigReader,
     router: RouterSpec,
     size_key: str = "moe_intermediate_size",
+    mlp: MlpSpec | None = None,
     **changes: Any,
 ) -> MoeSpec:
     """Read experts of one size; keywords replace what a family does differently.
 
-    By default, a shared expert is as wide as `num_shared_experts` of them.
+    By default, an expert is a gated MLP, and a shared expert is as wide as `num_shared_experts` of
+    them.
     """
-    mlp = read_mlp(config, size_key)
+    mlp = mlp or read_mlp(config, size_key)
     num_shared = config.integer("num_shared_experts", 0)
     moe = MoeSpec(
         num_experts=config.size("num_experts"),

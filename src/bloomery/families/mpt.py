@@ -29,6 +29,7 @@ NAMES = TensorNames(
     prefixes=("transformer.", ""),
 )
 DEFAULTS = defaults(vocab=50368, hidden=2048, layers=24, heads=16, context=2048, tied=True)
+LAYER_NORMS = {"low_precision_layernorm": "layer", "layernorm": "layer"}
 IS_MULTI_QUERY = {"multihead_attention": False, "multiquery_attention": True}
 
 
@@ -61,11 +62,7 @@ def read_mpt(config: ConfigReader) -> ModelSpec:
     context = config.size("max_position_embeddings")
     for key, supported in (("ffn_type", "mptmlp"), ("ffn_hidden_size", None), ("ffn_act_fn", None)):
         config.section("ffn_config").require(key, supported)
-    config.choice(
-        "norm_type",
-        {"low_precision_layernorm": "layer", "layernorm": "layer"},
-        "low_precision_layernorm",
-    )
+    config.choice("norm_type", LAYER_NORMS, "low_precision_layernorm")
     norm = NormSpec("layer", config.number("layer_norm_epsilon", 1e-5), bias)
     attention = read_mpt_attention(config, bias)
     mlp = MlpSpec(config.size("expansion_ratio", 4) * hidden, "gelu", gated=False, bias=bias)

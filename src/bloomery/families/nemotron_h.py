@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.dense import read_attention, read_model, read_ungated_mlp
+from bloomery.families.layer_blocks import read_block_kinds
 from bloomery.families.llama import DEFAULTS, NAMES
-from bloomery.families.moe import read_grouped_router
+from bloomery.families.moe import read_experts, read_grouped_router
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import MTP, mamba_names, read_mamba2
 from bloomery.spec import LayerSpec, Mamba2Spec, MlpSpec, ModelSpec, MoeSpec, NormSpec, SplitTensors
@@ -50,33 +51,6 @@ NEMOTRON_H = (
     | defaults(num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=7688)
     | defaults(moe_shared_expert_intermediate_size=7688)
 )
-# The letters of `hybrid_override_pattern`, and the names of `layers_block_type`.
-BLOCKS = {
-    "M": "recurrent",
-    "*": "attention",
-    "-": "mlp",
-    "E": "moe",
-    "mamba": "recurrent",
-    "linear_attention": "recurrent",
-    "attention": "attention",
-    "full_attention": "attention",
-    "mlp": "mlp",
-    "moe": "moe",
-}
-
-
-def read_blocks(config: ConfigReader) -> list[str]:
-    """Return the kind of each layer. `num_hidden_layers` has no effect where they are listed."""
-    key = "layers_block_type"
-    names = config.list_of(key, str)
-    if not names:
-        key = "hybrid_override_pattern"
-        names = tuple(config.text(key, "ME*-"))
-    blocks = [config.look_up(key, BLOCKS, name) for name in names]
-    config.get("num_hidden_layers")
-    if not 0 < len(names) <= 10_000:
-        raise config.error(key, f"names {len(names)} layers, which no model has")
-    return blocks
 
 
 def read_mixer(config: ConfigReader, norm: NormSpec) -> Mamba2Spec:
@@ -96,29 +70,24 @@ def read_latent_moe(config: ConfigReader) -> MoeSpec:
     if config.get("moe_latent_size") is not None:
         config.require("mlp_bias", False)
         latent = config.size("moe_latent_size")
-    return MoeSpec(
-        num_experts=config.size("num_experts"),
-        top_k=config.size("num_experts_per_tok"),
-        mlp=replace(read_block_mlp(config, "moe_intermediate_size"), bias=False),
-        router=read_grouped_router(config),
-        shared=read_block_mlp(config, "moe_shared_expert_intermediate_size"),
-        latent=latent,
-    )
+    mlp = read_block_mlp(config, "moe_intermediate_size")
+    shared = read_block_mlp(config, "moe_shared_expert_intermediate_size")
+    return read_experts(config, read_grouped_router(config), mlp=mlp, shared=shared, latent=latent)
 
 
 def read_nemotron_h(config: ConfigReader) -> ModelSpec:
     config.require("attention_bias", False)
     config.require("sliding_window", None)
     norm = NormSpec("rms", config.number("layer_norm_epsilon"))
-    kinds = {
+    layers = {
         "recurrent": LayerSpec(None, None, recurrent=read_mixer(config, norm), attn_norm=norm),
         "attention": LayerSpec(read_attention(config, position=None), None, attn_norm=norm),
         "mlp": LayerSpec(None, read_block_mlp(config, "intermediate_size"), mlp_norm=norm),
     }
-    blocks = read_blocks(config)
-    if "moe" in blocks:
-        kinds["moe"] = LayerSpec(None, read_latent_moe(config), mlp_norm=norm)
-    return read_model(config, [kinds[block] for block in blocks], final_norm=norm)
+    kinds = read_block_kinds(config, default_pattern="ME*-")
+    if "moe" in kinds:
+        layers["moe"] = LayerSpec(None, read_latent_moe(config), mlp_norm=norm)
+    return read_model(config, [layers[kind] for kind in kinds], final_norm=norm)
 
 
 FAMILIES = {"nemotron_h": ModelFamily(read_nemotron_h, NEMOTRON_H_NAMES, NEMOTRON_H)}

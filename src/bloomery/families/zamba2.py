@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from bloomery.families import ModelFamily
 from bloomery.families.dense import read_attention, read_model
+from bloomery.families.layer_blocks import name_shared_blocks
 from bloomery.families.llama import NAMES
 from bloomery.families.reader import ConfigReader, defaults
 from bloomery.families.recurrent import mamba_names, read_mamba2
@@ -62,25 +63,14 @@ def read_uses(config: ConfigReader) -> list[int]:
 
 
 def read_names(config: ConfigReader) -> TensorNames:
-    """Say where layers with a block have their tensors. One of them stores those that they share.
-
-    Where the embeddings are not tied, each layer may have a copy of its own, which comes first.
-    """
+    """Say where layers with a block have their tensors."""
     uses = read_uses(config)
-    num_blocks = config.size("num_mem_blocks")
-    aliases: dict[str, tuple[str, ...]] = {}
-    for use, i in enumerate(uses):
-        layer = f"model.layers.{i}."
-        sharing = [f"model.layers.{j}." for j in uses[use % num_blocks :: num_blocks]]
-        if not config.flag("tie_word_embeddings"):
-            sharing.insert(0, layer)
+    own_copies = not config.flag("tie_word_embeddings")
+    aliases = name_shared_blocks(uses, config.size("num_mem_blocks"), BLOCK, LOW_RANK, own_copies)
+    for i in uses:
         for name in ("mamba.", "input_layernorm."):
+            layer = f"model.layers.{i}."
             aliases[layer + name] = (f"{layer}mamba_decoder.{name}",)
-        aliases[layer + BLOCK] = tuple(prefix + BLOCK for prefix in sharing)
-        for matrix, adapters in LOW_RANK.items():
-            for number, part in enumerate(("low_rank_down", "low_rank_up")):
-                places = tuple(f"{prefix}{adapters}.{use}.{number}" for prefix in sharing)
-                aliases[f"{layer}{matrix}.{part}"] = places
     return replace(ZAMBA2_NAMES, aliases=aliases)
 
 
