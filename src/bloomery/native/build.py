@@ -258,3 +258,10 @@ def read_cpuinfo() -> dict[str, str]:
     first_processor = text.split("\n\n")[0]
     pairs = [line.split(":", 1) for line in first_processor.splitlines() if ":" in line]
     return {name.strip(): value.strip() for name, value in pairs}
+
+
+if __name__ == "__main__":  # `make` compiles them while it installs the package
+    try:
+        find_library()
+    except NativeBuildError as error:
+        print(f"warning: {error}.")
