@@ -6,6 +6,7 @@ Tests run the kernels under Triton's interpreter, benchmarks/products.py runs th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -40,18 +41,32 @@ ROUTERS: Mapping[str, tuple[RouterSpec, int, int]] = {
 }
 
 
+# Experts that follow the chosen ones of each token.
+COMMON_EXPERTS = (
+    moe.NO_COMMON_EXPERTS,
+    moe.CommonExperts(1, has_gate=True),
+    moe.CommonExperts(2, scale=2.5),
+)
+
+
 def check_router(name: str, tokens: int, device: str) -> float:
     """Relative error of the weights that a router gives; infinite if it chooses other experts."""
     router, num_experts, top_k = ROUTERS[name]
     logits = 2 * torch.randn(tokens, 3 + num_experts, device=device)[:, 3:]
     correction_bias = torch.randn(num_experts, device=device) if router.correction_bias else None
     expert_scale = torch.rand(num_experts, device=device) if router.expert_scale else None
-    inputs = (logits, top_k, router, correction_bias, expert_scale)
-    topk_ids, topk_weights = run_in_poisoned_memory(lambda: moe.route_topk_triton(*inputs))
-    expected_ids, expected_weights = moe.route_topk_reference(*inputs)
-    if not torch.equal(topk_ids, expected_ids):
-        return float("inf")
-    return relative_error(topk_weights, expected_weights)
+    errors = []
+    for common in COMMON_EXPERTS:
+        stacked = logits
+        if common.has_gate:
+            stacked = torch.cat((logits, torch.randn(tokens, 1, device=device)), 1)
+        inputs = (stacked, top_k, router, correction_bias, expert_scale, common)
+        topk_ids, topk_weights = run_in_poisoned_memory(partial(moe.route_topk_triton, *inputs))
+        expected_ids, expected_weights = moe.route_topk_reference(*inputs)
+        if not torch.equal(topk_ids, expected_ids):
+            return float("inf")
+        errors.append(relative_error(topk_weights, expected_weights))
+    return max(errors)
 
 
 # What experts may do besides their products.

@@ -48,6 +48,7 @@ ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_siz
 GROUPS = ROUTED | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 SHARED = SPARSE | {"shared_expert_intermediate_size": 40}
+STACKED = SPARSE | {"shared_expert_intermediate_size": 64}  # as wide as two experts
 GPT_OSS = WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 GPT = SPECIAL | {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4}
@@ -304,6 +305,7 @@ CASES = [
         tie_word_embeddings=True,
     ),
     parity_case("qwen2_moe", tf.Qwen2MoeConfig, **GROUPED, **SHARED),
+    parity_case("qwen2_moe-stacked", tf.Qwen2MoeConfig, **GROUPED, **STACKED),
     parity_case(
         "qwen2_moe-mixed",
         tf.Qwen2MoeConfig,

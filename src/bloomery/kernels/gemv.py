@@ -64,7 +64,7 @@ from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
 
 MAX_TOKENS = 4  # with more tokens a GEMM is faster
-MAX_ROUTER_ROWS = 256  # a router has one for each expert
+MAX_ROUTER_ROWS = 320  # a router has one for each expert, and some for gates
 MAX_COLUMNS = 65536  # the loop over the columns is unrolled
 
 
@@ -514,9 +514,10 @@ def gemv_kernel(
     With an adapter the first SHRINKS programs compute its shrunk row instead: they multiply rows of
     A as the others multiply rows of the weight, so all of them end at about the same time.
     """
-    launch_dependents(PDL)
     if NUM_EXPERTS > 0:
         wait_for_previous(PDL)  # the router of this step writes expert_ids
+    launch_dependents(PDL)  # with experts after the wait: the next kernel may read the ids early
+    if NUM_EXPERTS > 0:
         result = tl.program_id(1).to(tl.int64)
         expert = tl.load(expert_ids + result).to(tl.int64)
         expert = tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, 0)

@@ -17,6 +17,7 @@ An expert id outside the range, as a padding row may have, selects no expert and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 
 from bloomery.fusion import ActivationEpilogue, NormPrologue, ResidualEpilogue
 from bloomery.kernels.activation import activate_tile, activation_reference
-from bloomery.kernels.gemv import ExpertRouting, gemv_triton, supports_gemv
+from bloomery.kernels.gemv import ExpertRouting, GemvTiling, gemv_triton, supports_gemv
 from bloomery.kernels.launch import (
     jit,
     launch_dependents,
@@ -68,20 +69,37 @@ DOWN_TILINGS: Mapping[int, GroupedGemmTiling] = {
 # ---- routing ----
 
 
+@dataclass(frozen=True)
+class CommonExperts:
+    """Experts that every token uses, stacked behind those that it chooses.
+
+    A shared expert that is n times as wide as the others is n of them.
+    """
+
+    count: int = 0
+    scale: float = 1.0  # their weight
+    has_gate: bool = False  # it is multiplied by the sigmoid of a logit behind those of the router
+
+
+NO_COMMON_EXPERTS = CommonExperts()
+
+
 def route_topk(
     logits: torch.Tensor,
     top_k: int,
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
+    common: CommonExperts = NO_COMMON_EXPERTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token and their weights, for logits [tokens, experts].
 
     Expert ids [tokens, top_k] are int32, the best first; of equals the lowest comes first. Weights
-    are float32. correction_bias and expert_scale: [experts] in float32.
+    are float32. correction_bias and expert_scale: [experts] in float32. The `common` experts follow
+    the chosen ones.
     """
     route = route_topk_triton if use_triton(logits) else route_topk_reference
-    return route(logits, top_k, router, correction_bias, expert_scale)
+    return route(logits, top_k, router, correction_bias, expert_scale, common)
 
 
 def route_topk_reference(
@@ -90,8 +108,14 @@ def route_topk_reference(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
+    common: CommonExperts = NO_COMMON_EXPERTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The torch reference of `route_topk`."""
+    common_weights = torch.full((len(logits), common.count), common.scale, device=logits.device)
+    if common.has_gate:
+        common_weights = common_weights * logits[:, -1:].float().sigmoid()
+        logits = logits[:, :-1]
+    num_experts = logits.shape[1]
     logits = logits.float() * router.logit_scale
     if router.softcap is not None:
         logits = router.softcap * torch.tanh(logits / router.softcap)
@@ -112,6 +136,10 @@ def route_topk_reference(
     weights = weights * router.scale
     if expert_scale is not None:
         weights = weights * expert_scale[expert_ids]
+    if common.count:
+        common_ids = torch.arange(num_experts, num_experts + common.count, device=logits.device)
+        expert_ids = torch.cat((expert_ids, common_ids.expand(len(logits), -1)), 1)
+        weights = torch.cat((weights, common_weights), 1)
     return expert_ids.to(torch.int32), weights.contiguous()
 
 
@@ -158,9 +186,10 @@ def route_topk_triton(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
+    common: CommonExperts = NO_COMMON_EXPERTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel."""
-    launch = describe_routing(logits, top_k, router, correction_bias, expert_scale)
+    launch = describe_routing(logits, top_k, router, correction_bias, expert_scale, common)
     route_topk_kernel[(len(logits),)](
         *launch.arguments,
         **launch.constants,
@@ -186,11 +215,14 @@ def describe_routing(
     router: RouterSpec,
     correction_bias: torch.Tensor | None,
     expert_scale: torch.Tensor | None,
+    common: CommonExperts = NO_COMMON_EXPERTS,
 ) -> RoutingLaunch:
     """Allocate the results of `route_topk` and return the arguments of `choose_experts`."""
-    tokens, num_experts = logits.shape
-    topk_ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
-    topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    tokens = len(logits)
+    num_experts = logits.shape[1] - common.has_gate
+    num_choices = top_k + common.count
+    topk_ids = torch.empty(tokens, num_choices, dtype=torch.int32, device=logits.device)
+    topk_weights = torch.empty(tokens, num_choices, dtype=torch.float32, device=logits.device)
     arguments = (
         logits,
         logits if correction_bias is None else correction_bias,
@@ -203,12 +235,15 @@ def describe_routing(
         float(router.min_normalizer),
         float(router.scale),
         float(router.threshold),
+        float(common.scale),
     )
     constants: dict[str, str | int | bool] = {
         "NUM_EXPERTS": num_experts,
         "EXPERTS_POW2": next_power_of_2(num_experts),
         "TOP_K": top_k,
-        "TOP_K_POW2": next_power_of_2(top_k),
+        "TOP_K_POW2": next_power_of_2(num_choices),
+        "NUM_COMMON": common.count,
+        "HAS_COMMON_GATE": common.has_gate,
         "SCORE": router.score,
         "SCORE_CHOSEN_ONLY": router.score_chosen_only,
         "SOFTCAP": router.softcap is not None,
@@ -229,18 +264,21 @@ def route_topk_kernel(
     logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
     correction_bias,  # [NUM_EXPERTS]
     expert_scale,  # [NUM_EXPERTS]
-    topk_ids,  # [tokens, TOP_K]
-    topk_weights,  # [tokens, TOP_K]
+    topk_ids,  # [tokens, TOP_K + NUM_COMMON]
+    topk_weights,  # [tokens, TOP_K + NUM_COMMON]
     stride,
     logit_scale,
     softcap,
     min_normalizer,
     weight_scale,
     threshold,
+    common_weight,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,
+    NUM_COMMON: tl.constexpr,
+    HAS_COMMON_GATE: tl.constexpr,
     SCORE: tl.constexpr,
     SCORE_CHOSEN_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -269,10 +307,13 @@ def route_topk_kernel(
         min_normalizer,
         weight_scale,
         threshold,
+        common_weight,
         NUM_EXPERTS,
         EXPERTS_POW2,
         TOP_K,
         TOP_K_POW2,
+        NUM_COMMON,
+        HAS_COMMON_GATE,
         SCORE,
         SCORE_CHOSEN_ONLY,
         SOFTCAP,
@@ -292,18 +333,21 @@ def choose_experts(
     logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
     correction_bias,  # [NUM_EXPERTS]
     expert_scale,  # [NUM_EXPERTS]
-    topk_ids,  # [tokens, TOP_K]
-    topk_weights,  # [tokens, TOP_K]
+    topk_ids,  # [tokens, TOP_K + NUM_COMMON]
+    topk_weights,  # [tokens, TOP_K + NUM_COMMON]
     stride,
     logit_scale,
     softcap,
     min_normalizer,
     weight_scale,
     threshold,
+    common_weight,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,
+    NUM_COMMON: tl.constexpr,
+    HAS_COMMON_GATE: tl.constexpr,
     SCORE: tl.constexpr,
     SCORE_CHOSEN_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -317,7 +361,8 @@ def choose_experts(
 ):
     """Route one token: take the best expert TOP_K times, and store the choices.
 
-    The ids and weights of the choices are lanes of `chosen_ids` and `chosen_weights`.
+    The ids and weights of the choices are lanes of `chosen_ids` and `chosen_weights`. The common
+    experts take the lanes behind them.
     """
     e = tl.arange(0, EXPERTS_POW2)
     is_expert = e < NUM_EXPERTS
@@ -377,8 +422,16 @@ def choose_experts(
     chosen_weights = chosen_weights * weight_scale
     if HAS_EXPERT_SCALE:
         chosen_weights *= tl.load(expert_scale + chosen_ids)
-    tl.store(topk_ids + token * TOP_K + j, chosen_ids, mask=is_choice)
-    tl.store(topk_weights + token * TOP_K + j, chosen_weights, mask=is_choice)
+    NUM_CHOICES: tl.constexpr = TOP_K + NUM_COMMON
+    if NUM_COMMON > 0:
+        if HAS_COMMON_GATE:
+            gate = tl.load(logits + token * stride + NUM_EXPERTS).to(tl.float32)
+            common_weight = common_weight * tl.sigmoid(gate)
+        chosen_ids = tl.where(is_choice, chosen_ids, NUM_EXPERTS + j - TOP_K)
+        chosen_weights = tl.where(is_choice, chosen_weights, common_weight)
+    is_stored = j < NUM_CHOICES
+    tl.store(topk_ids + token * NUM_CHOICES + j, chosen_ids, mask=is_stored)
+    tl.store(topk_weights + token * NUM_CHOICES + j, chosen_weights, mask=is_stored)
 
 
 @jit
@@ -548,9 +601,234 @@ def fused_experts_gemv(
     input_weights = topk_weights if weights_input else None
     up_routing = ExpertRouting(topk_ids, len(up), input_weights)
     h = gemv_triton(x, up, up_bias, fusion.prologue, activation, routing=up_routing)
-    y = gemv_triton(h, down, down_bias, routing=ExpertRouting(topk_ids, len(down)))
     output_weights = None if weights_input else topk_weights
-    return sum_expert_outputs(y, topk_ids, output_weights, len(up), x, fusion)
+    return expert_down_gemv(h, down, down_bias, topk_ids, output_weights, x, fusion)
+
+
+def expert_down_gemv(
+    h: torch.Tensor,
+    down: torch.Tensor,
+    bias: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    x: torch.Tensor,
+    fusion: ExpertsFusion,
+    tiling: GemvTiling | None = None,
+) -> torch.Tensor:
+    """Multiply h [pairs, size] by the experts' down projections and sum: [tokens, hidden], like x.
+
+    It must follow the kernel of the up projection, see `expert_down_gemv_kernel`. Without weights
+    all of them are 1. The shared expert's output and the residual are added.
+    """
+    tokens, top_k = topk_ids.shape
+    num_experts, hidden, columns = down.shape
+    if tiling is None:
+        tiling = select_down_tiling(columns, down.element_size())
+    shared = fusion.shared
+    residual = fusion.residual
+    out = torch.empty_like(x)
+    expert_down_gemv_kernel[(-(-hidden // tiling.outputs), tokens)](
+        h,
+        down,
+        topk_ids,
+        topk_ids if topk_weights is None else topk_weights,
+        out if bias is None else bias,
+        out if shared is None else shared.y.contiguous(),
+        out if shared is None or shared.gate_logits is None else shared.gate_logits.contiguous(),
+        out if residual is None else residual.tensor.contiguous(),
+        out,
+        1.0 if residual is None else residual.scale,
+        NUM_OUTPUTS=hidden,
+        COLUMNS=columns,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        HAS_WEIGHTS=topk_weights is not None,
+        HAS_BIAS=bias is not None,
+        HAS_SHARED=shared is not None,
+        HAS_GATE=shared is not None and shared.gate_logits is not None,
+        HAS_RESIDUAL=residual is not None,
+        VECTOR=16 // down.element_size(),
+        BLOCK_OUT=tiling.outputs,
+        BLOCK_K=tiling.block_k,
+        num_warps=tiling.warps,
+        **pdl_options(x.device),
+    )
+    return out
+
+
+def select_down_tiling(columns: int, itemsize: int) -> GemvTiling:
+    """Choose how programs divide the down projections of a token's experts.
+
+    A program reads 4 rows of each expert, in tiles that end where a row ends if they can. A thread
+    reads 16 bytes of each row, so that no values move between threads.
+    """
+    block_k = 2048 // itemsize
+    while block_k > 512 // itemsize and columns % block_k:
+        block_k //= 2
+    if columns % block_k:
+        block_k = min(next_power_of_2(columns), 2048 // itemsize)
+    return GemvTiling(4, block_k, max(1, block_k * itemsize // 512))
+
+
+@jit
+def expert_down_gemv_kernel(
+    x,  # [tokens * TOP_K, COLUMNS]
+    weight,  # [NUM_EXPERTS, NUM_OUTPUTS, COLUMNS]
+    expert_ids,  # [tokens, TOP_K]
+    topk_weights,  # [tokens, TOP_K]
+    bias,  # [NUM_EXPERTS, NUM_OUTPUTS]
+    shared,  # [tokens, NUM_OUTPUTS]
+    gate_logits,  # [tokens]
+    residual,  # [tokens, NUM_OUTPUTS]
+    out,  # [tokens, NUM_OUTPUTS]
+    residual_scale,
+    NUM_OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute BLOCK_OUT outputs of one token: the sum over its experts. Tiles are [outputs, k].
+
+    The kernel before this one, the up projection, lets it start only after its own wait. So the
+    experts are known above the wait, and their first weights arrive during it.
+
+    Every thread sums the weighted products of all experts before threads exchange their sums.
+    """
+    launch_dependents(PDL)
+    token = tl.program_id(1).to(tl.int64)
+    output = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.minimum(output, NUM_OUTPUTS - 1)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    row_ptr = weight + row[:, None] * COLUMNS + k
+    expert_ids += token * TOP_K
+    topk_weights += token * TOP_K
+    x += token * (TOP_K * COLUMNS)
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    STEPS: tl.constexpr = TOP_K * BLOCKS
+    SIZE: tl.constexpr = NUM_OUTPUTS * COLUMNS
+    first = load_expert_tile(
+        row_ptr, expert_ids, 0, k, SIZE, NUM_EXPERTS, COLUMNS, BLOCK_K, BLOCKS, STEPS
+    )
+    second = load_expert_tile(
+        row_ptr, expert_ids, 1, k, SIZE, NUM_EXPERTS, COLUMNS, BLOCK_K, BLOCKS, STEPS
+    )
+    wait_for_previous(PDL)
+    next_v = load_pair_input(x, 0, k, COLUMNS, BLOCK_K, BLOCKS)
+    total = tl.zeros([BLOCK_OUT], tl.float32)
+    y = tl.zeros([BLOCK_OUT, BLOCK_K // VECTOR], tl.float32)
+    for step in tl.static_range(STEPS):
+        tile = first.to(tl.float32)
+        first = second
+        if step + 2 < STEPS:
+            second = load_expert_tile(
+                row_ptr,
+                expert_ids,
+                step + 2,
+                k,
+                SIZE,
+                NUM_EXPERTS,
+                COLUMNS,
+                BLOCK_K,
+                BLOCKS,
+                STEPS,
+            )
+        v = next_v.to(tl.float32)
+        if step + 1 < STEPS:
+            next_v = load_pair_input(x, step + 1, k, COLUMNS, BLOCK_K, BLOCKS)
+        pair_weight = load_pair_weight(
+            expert_ids, topk_weights, step // BLOCKS, NUM_EXPERTS, HAS_WEIGHTS
+        )
+        products = tl.reshape(tile * (v * pair_weight), (BLOCK_OUT, BLOCK_K // VECTOR, VECTOR))
+        y += tl.sum(products, 2)
+        if HAS_BIAS and step % BLOCKS == 0:
+            expert = load_expert(expert_ids + step // BLOCKS, NUM_EXPERTS)
+            total += pair_weight * tl.load(bias + expert * NUM_OUTPUTS + row).to(tl.float32)
+    total += tl.sum(y, 1)
+    place = token * NUM_OUTPUTS + output
+    inside = output < NUM_OUTPUTS
+    if HAS_SHARED:
+        z = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            z *= tl.sigmoid(tl.load(gate_logits + token).to(tl.float32))
+        total += z
+    if HAS_RESIDUAL:
+        r = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        total = r + residual_scale * total
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def load_expert(expert_id, NUM_EXPERTS: tl.constexpr):
+    """Return the expert of a pair, or 0 for an id outside of the range."""
+    expert = tl.load(expert_id)
+    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, 0).to(tl.int64)
+
+
+@jit
+def load_pair_weight(
+    expert_ids,
+    topk_weights,
+    pair: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+):
+    """Return the weight of a pair: 0 for an id outside of the range."""
+    expert = tl.load(expert_ids + pair)
+    pair_weight = 1.0
+    if HAS_WEIGHTS:
+        pair_weight = tl.load(topk_weights + pair).to(tl.float32)
+    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), pair_weight, 0.0)
+
+
+@jit
+def load_expert_tile(
+    row_ptr,
+    expert_ids,
+    step: tl.constexpr,
+    k,
+    SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Load a step's tile of the rows of an expert, with zeros past the end of the row."""
+    pair: tl.constexpr = min(step, STEPS - 1) // BLOCKS
+    first_column: tl.constexpr = step % BLOCKS * BLOCK_K
+    ptr = row_ptr + load_expert(expert_ids + pair, NUM_EXPERTS) * SIZE + first_column
+    if first_column + BLOCK_K <= COLUMNS:
+        return tl.load(ptr, eviction_policy="evict_first")
+    else:
+        mask = first_column + k < COLUMNS
+        return tl.load(ptr, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def load_pair_input(
+    x,
+    step: tl.constexpr,
+    k,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Load a step's part of the input of a pair: [1, k]."""
+    first_column: tl.constexpr = step % BLOCKS * BLOCK_K
+    ptr = x + step // BLOCKS * COLUMNS + first_column + k
+    if first_column + BLOCK_K <= COLUMNS:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=first_column + k < COLUMNS, other=0.0)
 
 
 def fused_experts_grouped(

@@ -15,7 +15,7 @@ import torch
 from bloomery.attention.base import AttentionBackend, AttentionStep
 from bloomery.fusion import ActivationEpilogue, NormPrologue
 from bloomery.kernels.activation import xielu_params
-from bloomery.kernels.moe import ExpertOptions
+from bloomery.kernels.moe import NO_COMMON_EXPERTS, CommonExperts, ExpertOptions
 from bloomery.kernels.state_cache import LayerStates
 from bloomery.layers.attention import AttentionBlock, ForwardContext, RopeCache
 from bloomery.layers.embedding import LogitsHead, VocabEmbedding
@@ -37,6 +37,7 @@ from bloomery.models.recurrent import load_recurrent_block
 from bloomery.models.weights import ModelWeights
 from bloomery.native.thread_pool import ThreadPool
 from bloomery.parallel.groups import CommunicationGroup
+from bloomery.quant.base import WeightMatrix
 from bloomery.quant.experts import ExpertAdapters, ExpertStack
 from bloomery.spec import (
     AttentionSpec,
@@ -700,12 +701,13 @@ def load_moe_block(
 
     shared = None
     shared_gate = None
-    if spec.shared is not None:
+    common = find_common_experts(spec, hidden, weights, prefix)
+    if spec.shared is not None and not common.count:
         # No group: the block all-reduces its result together with the experts'.
         shared = load_mlp_block(
             spec.shared, hidden, weights, prefix, None, names.shared_up, names.shared_down
         )
-    if spec.shared_gate:
+    if spec.shared_gate and not common.count:
         shared_gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
     norms = MoeNorms(
         router=load_norm("router_norm"),
@@ -714,8 +716,8 @@ def load_moe_block(
         shared=load_norm("shared_norm"),
         shared_output=load_norm("shared_post_norm"),
     )
-    router = load_router(spec, hidden, weights, prefix)
-    experts = load_experts(spec, spec.latent or hidden, weights, prefix)
+    router = load_router(spec, hidden, weights, prefix, common)
+    experts = load_experts(spec, spec.latent or hidden, weights, prefix, common)
     return MoeBlock(
         router,
         experts,
@@ -742,11 +744,50 @@ def load_latent_space(
     )
 
 
-def load_router(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str) -> ExpertRouter:
-    """Load the router, which every rank has."""
+def find_common_experts(
+    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str
+) -> CommonExperts:
+    """Return the shared expert as experts that every token uses, if it can be stacked with them.
+
+    Then the kernels of the experts run it as well. On a CPU its own products are as fast.
+    """
+    shared = spec.shared
+    size = spec.mlp.size
+    has_norms = any(
+        norm is not None
+        for norm in (
+            spec.router_norm,
+            spec.expert_norm,
+            spec.expert_post_norm,
+            spec.shared_norm,
+            spec.shared_post_norm,
+        )
+    )
+    if shared is None or has_norms or spec.latent is not None or spec.mlp.bias or shared.bias:
+        return NO_COMMON_EXPERTS
+    if shared.size % size or replace(shared, size=size) != spec.mlp:
+        return NO_COMMON_EXPERTS
+    if spec.router.bias and spec.shared_gate:
+        return NO_COMMON_EXPERTS
+    if weights.pool is not None or weights.adapter_memory is not None:
+        return NO_COMMON_EXPERTS  # adapters change the shared expert's own layers
+    if not weights.has_dense_experts(prefix, spec.mlp, shared, hidden):
+        return NO_COMMON_EXPERTS
+    return CommonExperts(shared.size // size, spec.shared_scale, spec.shared_gate)
+
+
+def load_router(
+    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, common: CommonExperts
+) -> ExpertRouter:
+    """Load the router, which every rank has, with the gate of the common experts behind it."""
     extra = weights.names.extra
     router = spec.router
-    linear = weights.linear(prefix, extra["router"], [spec.num_experts], hidden, router.bias)
+    stored: str | SplitTensors = extra["router"]
+    sizes = [spec.num_experts]
+    if common.has_gate:
+        stored = SplitTensors((extra["router"], extra["shared_gate"]))
+        sizes.append(1)
+    linear = weights.linear(prefix, stored, sizes, hidden, router.bias)
     correction_bias = None
     expert_scale = None
     if router.correction_bias:
@@ -754,10 +795,12 @@ def load_router(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str) 
         correction_bias = weights.expert_vector(name, spec.num_experts)
     if router.expert_scale:
         expert_scale = weights.expert_vector(prefix + extra["expert_scale"], spec.num_experts)
-    return ExpertRouter(router, spec.top_k, linear, correction_bias, expert_scale)
+    return ExpertRouter(router, spec.top_k, linear, correction_bias, expert_scale, common)
 
 
-def load_experts(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str) -> ExpertStack:
+def load_experts(
+    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, common: CommonExperts
+) -> ExpertStack:
     """Load this rank's part of every expert."""
     names = weights.names
     mlp = spec.mlp
@@ -765,8 +808,17 @@ def load_experts(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str)
     up_parts = [mlp.size, mlp.size] if mlp.gated else [mlp.size]
     up_shard = weights.layout.up(mlp)
     down_shard = weights.layout.down(mlp)
-    up = weights.experts(prefix, names.expert_up, num_experts, up_parts, hidden, up_shard)
-    down = weights.experts(prefix, names.expert_down, num_experts, [hidden], mlp.size, down_shard)
+    common_up: list[WeightMatrix] = []
+    common_down: list[WeightMatrix] = []
+    if common.count:
+        assert spec.shared is not None
+        common_up, common_down = weights.common_experts(prefix, spec.shared, mlp.size, hidden)
+    up = weights.experts(
+        prefix, names.expert_up, num_experts, up_parts, hidden, up_shard, common_up
+    )
+    down = weights.experts(
+        prefix, names.expert_down, num_experts, [hidden], mlp.size, down_shard, common_down
+    )
     up_bias = None
     down_bias = None
     if mlp.bias:
@@ -783,4 +835,4 @@ def load_experts(spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str)
             add(names.expert_up, up_parts, hidden, up_shard),
             add(names.expert_down, [hidden], mlp.size, down_shard),
         )
-    return ExpertStack(num_experts, up, down, options, adapters)
+    return ExpertStack(num_experts + common.count, up, down, options, adapters)

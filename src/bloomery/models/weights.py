@@ -36,12 +36,13 @@ from bloomery.quant.base import (
     WeightFormat,
     WeightMatrix,
 )
-from bloomery.quant.dense import DenseFormat, prepare_dense
+from bloomery.quant.dense import DenseFormat, DenseMatrix, prepare_dense
 from bloomery.quant.lazy_tensor import LazyTensor, Range
 from bloomery.spec import (
     AttentionSpec,
     FusedTensor,
     GatedDeltaNetSpec,
+    MlpSpec,
     NormSpec,
     RecurrentSpec,
     SplitTensors,
@@ -328,10 +329,12 @@ class ModelWeights:
         parts: Sequence[int],
         inputs: int,
         shard: WeightShard = UNSHARDED,
+        common: Sequence[WeightMatrix] = (),
     ) -> PreparedWeight:
         """Load the matrices of all experts, stacked: [experts * sum of parts, inputs].
 
-        `shard` is the part of each expert that this rank holds.
+        `shard` is the part of each expert that this rank holds. Experts in `common`, of the same
+        shape, come last.
         """
         matrices = []
         for expert in range(num_experts):
@@ -344,9 +347,43 @@ class ModelWeights:
             )
             matrices.append(select_shard(matrix, shard))
         first, *others = matrices
+        others += [select_shard(matrix, shard) for matrix in common]
         prepared = self._prepare(first.cat(others))
-        self.expert_bytes += prepared.nbytes
+        self.expert_bytes += prepared.nbytes * num_experts // (1 + len(others))
         return prepared
+
+    def has_dense_experts(self, prefix: str, mlp: MlpSpec, shared: MlpSpec, hidden: int) -> bool:
+        """Whether the experts and the shared expert are stored as floats of one type."""
+        names = self.names
+        expert = 0 if names.stacked_experts else None
+        experts = prefix + names.experts.format(e=0)
+        matrices = (
+            self._stored_matrix(
+                experts, names.expert_up, [mlp.size] * (1 + mlp.gated), hidden, expert
+            ),
+            self._stored_matrix(experts, names.expert_down, [hidden], mlp.size, expert),
+            self._stored_matrix(
+                prefix, names.shared_up, [shared.size] * (1 + shared.gated), hidden
+            ),
+            self._stored_matrix(prefix, names.shared_down, [hidden], shared.size),
+        )
+        dtypes = {
+            matrix.weight.dtype if isinstance(matrix, DenseMatrix) else None for matrix in matrices
+        }
+        return len(dtypes) == 1 and None not in dtypes
+
+    def common_experts(
+        self, prefix: str, spec: MlpSpec, size: int, hidden: int
+    ) -> tuple[list[WeightMatrix], list[WeightMatrix]]:
+        """Open an expert that every token uses as experts of `size`: up and down of each."""
+        up = self._stored_matrix(
+            prefix, self.names.shared_up, [spec.size] * (1 + spec.gated), hidden
+        )
+        down = self._stored_matrix(prefix, self.names.shared_down, [hidden], spec.size)
+        starts = range(0, spec.size, size)
+        offsets = (0, spec.size) if spec.gated else (0,)
+        ups = [up.rows([(i + start, i + start + size) for i in offsets]) for start in starts]
+        return ups, [down.cols(start, start + size) for start in starts]
 
     def expert_bias(
         self,

@@ -15,6 +15,8 @@ import torch
 from bloomery.fusion import NormPrologue
 from bloomery.kernels.activation import apply_activation
 from bloomery.kernels.moe import (
+    NO_COMMON_EXPERTS,
+    CommonExperts,
     ExpertOptions,
     ExpertsFusion,
     PreparedInputs,
@@ -170,16 +172,19 @@ def route_inputs(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
+    common: CommonExperts = NO_COMMON_EXPERTS,
 ) -> RoutedInputs:
     """Route x [tokens, hidden] by its logits, and prepare it for the experts in the same launch."""
-    routing = (logits, top_k, router, correction_bias, expert_scale)
+    routing = (logits, top_k, router, correction_bias, expert_scale, common)
     packed_up = find_packed(experts.up, x.dtype)
     packed_down = find_packed(experts.down, x.dtype)
     if (
         x.is_cuda
         and packed_up is not None
         and packed_down is not None
-        and can_prepare_experts(x, packed_up, packed_down, experts.num_experts, top_k)
+        and can_prepare_experts(
+            x, packed_up, packed_down, experts.num_experts, top_k + common.count
+        )
     ):
         layout = describe_layout(packed_up)
         return RoutedInputs(*route_and_prepare(x, layout, prologue, *routing))
