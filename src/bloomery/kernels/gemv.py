@@ -346,12 +346,12 @@ def limit_registers(
 ) -> dict[str, int]:
     """Return the option with which as many programs fit with an adapter as without one.
 
-    Without one, the compiler finds 64 registers for this many threads by itself. With one it needs
-    a few more, unless it is told.
+    Without one, the compiler finds at most 64 registers for these tilings by itself. With one it
+    needs a few more, unless it is told.
     """
     values_per_thread = rows_per_program * tiling.block_k // (32 * tiling.warps)
-    is_full = tiling.warps == 8 and values_per_thread <= 64
-    return {"maxnreg": 64} if lora is not None and lora.slots.is_cuda and is_full else {}
+    fits = values_per_thread <= (64 if tiling.warps == 8 else 32)
+    return {"maxnreg": 64} if lora is not None and lora.slots.is_cuda and fits else {}
 
 
 def precompute_norm_shift(weight: torch.Tensor, norm: NormPrologue) -> torch.Tensor:
@@ -525,7 +525,12 @@ def gemv_kernel(
         bias += expert * ROWS
         x += result // TOP_K * COLUMNS
         out += result * NUM_OUTPUTS
-    output = tl.maximum(tl.program_id(0) - SHRINKS, 0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    output = (tl.program_id(0) - SHRINKS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    if SHRINKS > 0:
+        # Branches around the work of some programs would double the registers of all, so the
+        # programs that shrink compute outputs that do not exist.
+        shrinks = tl.program_id(0) < SHRINKS
+        output = tl.where(shrinks, NUM_OUTPUTS, output)
     first_row, second_row = weight_rows(
         tl.minimum(output, NUM_OUTPUTS - 1), NUM_OUTPUTS, HEAD_DIM, ROPE_DIM, INTERLEAVED, EPILOGUE
     )
@@ -593,19 +598,17 @@ def gemv_kernel(
     y = tl.sum(y, 2)
     y_pair = tl.sum(y_pair, 2)
     if SHRINKS > 0:
-        if tl.program_id(0) < SHRINKS:
-            store_shrunk(y, lora_row, lora_shrunk, LORA_WIDTH)
-            if PAIRED:
-                store_shrunk(y_pair, lora_row + BLOCK_OUT, lora_shrunk, LORA_WIDTH)
-            return
-        if lora_slot >= 0:
-            y += expand_fused(first_b, first_low, first_at, RANK, RANK_POW2, IS_INTERPRETED)[
-                None, :
-            ]
-            if PAIRED:
-                y_pair += expand_fused(
-                    second_b, second_low, second_at, RANK, RANK_POW2, IS_INTERPRETED
-                )[None, :]
+        store_shrunk(y, tl.where(shrinks, lora_row, LORA_WIDTH), lora_shrunk, LORA_WIDTH)
+        uses_shrunk = (lora_slot >= 0) & (shrinks == 0)
+        y += expand_fused(
+            first_b, first_low, first_at, uses_shrunk, RANK, RANK_POW2, IS_INTERPRETED
+        )[None, :]
+        if PAIRED:
+            second_lora_row = tl.where(shrinks, lora_row + BLOCK_OUT, LORA_WIDTH)
+            store_shrunk(y_pair, second_lora_row, lora_shrunk, LORA_WIDTH)
+            y_pair += expand_fused(
+                second_b, second_low, second_at, uses_shrunk, RANK, RANK_POW2, IS_INTERPRETED
+            )[None, :]
     if NORM == "rms":
         inverse_rms = tl.rsqrt(tl.sum(square_sum, 2) / COLUMNS + eps)
         y = y * inverse_rms

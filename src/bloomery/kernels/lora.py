@@ -995,26 +995,29 @@ def expand_fused(
     b_tile,
     low,
     low_pointer,
+    uses_shrunk,
     RANK: tl.constexpr,
     RANK_POW2: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
     """Multiply rows of B by the shrunk row, when it is there: [n], without the norm's scale.
 
+    Where `uses_shrunk` is false, nothing waits and the result is 0.
+
     The programs that shrink come first in the grid, so they run already. Every thread waits for
     the values that it holds: a vote of all would cost time, and threads that hold the same value
     may see it at different times. The limit, some seconds, only keeps an error from blocking the
     device for ever.
     """
-    mask = (tl.arange(0, RANK_POW2) < RANK)[None, :]
+    mask = (tl.arange(0, RANK_POW2) < RANK)[None, :] & uses_shrunk
     if not IS_INTERPRETED:
         # The value at a masked pointer is of another part, or beyond the last one.
         bits = tl.where(mask, low.to(tl.int32, bitcast=True), 1)
         bits = tl.inline_asm_elementwise(
             WAIT_FOR_VALUE, "=r,r,l", [bits, low_pointer], tl.int32, False, 1
         )
-        low = tl.where(mask, bits.to(tl.float32, bitcast=True), 0.0)
-    return tl.sum(b_tile.to(tl.float32) * low, 1)
+        low = bits.to(tl.float32, bitcast=True)
+    return tl.sum(b_tile.to(tl.float32) * tl.where(mask, low, 0.0), 1)
 
 
 @jit
