@@ -82,6 +82,7 @@ STEPS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "mixed": ([1, 1, 1, 130, 7, 64], [5, 1, 40, 130, 200, 65]),
     "many": ([1, *[2] * 40, 66, 70], [3, *[5] * 40, 66, 100]),
     "chunks": ([500, 3, 700], [500, 1003, 1700]),
+    "slices": ([1] * 9, [1, 2, 3, 70, 900, 5, 6, 7, 8]),
 }
 
 
@@ -187,6 +188,8 @@ def delta_net_variants(kind: str) -> list[RunMixer]:
     usual = delta_net_kernels.TILING
     if kind == "decode":
         variants = [usual, *(replace(usual, decode_warps=warps) for warps in (4, 16))]
+        for width, warps in product((32, 64, 128), (4, 8)):
+            variants.append(replace(usual, many_decodes=1, decode_slice=width, slice_warps=warps))
     else:
         variants = [usual]
         variants += [replace(usual, prepare_warps=warps) for warps in (2, 4)]

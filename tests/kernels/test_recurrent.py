@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from bloomery.kernels.delta_net_kernels import DeltaNetTiling
 from bloomery.kernels.gated_delta_net import gated_delta_net_reference, gated_delta_net_triton
 from bloomery.kernels.launch import triton_interpreted
 from bloomery.kernels.mamba import selective_scan_reference, selective_scan_triton
@@ -61,6 +63,15 @@ def test_gated_delta_net(step: str, tiled: bool) -> None:
     spec = GatedDeltaNetSpec(2, 4, 16, 24, beta_scale=2.0, tiled_heads=tiled)
     case = make_case(spec, *STEPS[step])
     assert_matches(case, gated_delta_net_triton, gated_delta_net_reference)
+
+
+def test_gated_delta_net_by_slices() -> None:
+    """Steps of many decodes take a state in slices."""
+    torch.manual_seed(0)
+    case = make_case(GatedDeltaNetSpec(2, 4, 16, 24, beta_scale=2.0), *STEPS["decodes"])
+    tiling = DeltaNetTiling(many_decodes=1, decode_slice=8)
+    mixer = partial(gated_delta_net_triton, tiling=tiling)
+    assert_matches(case, mixer, gated_delta_net_reference)
 
 
 @pytest.mark.parametrize(

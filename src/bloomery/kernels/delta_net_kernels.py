@@ -42,6 +42,11 @@ class DeltaNetTiling:
     """Launch parameters of the kernels; benchmarks/recurrent.py compares others."""
 
     decode_warps: int = 8
+    # With many decodes a program takes a state in slices of value dims. Fewer registers let several
+    # programs share a processor, so that one computes while another waits for its state.
+    many_decodes: int = 8  # sequences
+    decode_slice: int = 32
+    slice_warps: int = 4
     prepare_warps: int = 8
     value_slice: int = 32  # value dims of one program of the scan
     scan_warps: int = 8
@@ -66,6 +71,8 @@ def decode_delta_net_triton(
 ) -> None:
     """Compute the decodes of a step: conv, gates, delta rule and gated norm in one kernel."""
     conv_view, scan_view = views
+    value_block = next_power_of_2(spec.value_dim)
+    has_many = metadata.num_decodes >= tiling.many_decodes
     decode_delta_net_kernel[(metadata.num_decodes, spec.num_value_heads)](
         projected,
         conv,
@@ -93,8 +100,9 @@ def decode_delta_net_triton(
         CONV_ROWS=conv_view.rows_per_block,
         SCAN_ROWS=scan_view.rows_per_block,
         KEY_BLOCK=next_power_of_2(spec.key_dim),
-        VALUE_BLOCK=next_power_of_2(spec.value_dim),
-        num_warps=tiling.decode_warps,
+        VALUE_BLOCK=value_block,
+        SLICE=min(tiling.decode_slice, value_block) if has_many else value_block,
+        num_warps=tiling.slice_warps if has_many else tiling.decode_warps,
         **pdl_options(projected.device),
     )
 
@@ -143,9 +151,10 @@ def decode_delta_net_kernel(
     SCAN_ROWS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    SLICE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program computes one value head of one sequence."""
+    """One program computes one value head of one sequence, SLICE value dims at a time."""
     launch_dependents(PDL)
     sequence = tl.program_id(0)
     head = tl.program_id(1)
@@ -163,13 +172,13 @@ def decode_delta_net_kernel(
         value = tl.arange(0, VALUE_BLOCK)
         is_key = key < KEY_DIM
         is_value = value < VALUE_DIM
-        tile = is_key[:, None] & is_value[None, :]
+        SLICES: tl.constexpr = VALUE_BLOCK // SLICE
+        in_slice = tl.arange(0, SLICE)
         state_row = load_state_rows(
             scan_blocks, head * KEY_DIM + key, SCAN_ROWS, VALUE_DIM, block_stride, is_key
         )
-        pointers = memory + state_row[:, None] + value[None, :]
-        continues = value * 0 + position > 0
-        state = tl.load(pointers, mask=tile & continues[None, :], other=0.0)
+        pointers = memory + state_row[:, None] + in_slice[None, :]
+        next_state = load_state_slice(pointers, 0, key, in_slice, position, KEY_DIM, VALUE_DIM)
         # q and k in one vector, which has at least as many elements as the program has threads:
         # then each element is computed once. A shorter one would be computed by every warp.
         both = tl.arange(0, 2 * KEY_BLOCK)
@@ -224,11 +233,25 @@ def decode_delta_net_kernel(
         is_q = tl.arange(0, 2)[:, None] == 0
         q = tl.sum(tl.where(is_q, qk, 0.0), 0) * scale
         k = tl.sum(tl.where(is_q, 0.0, qk), 0)
-        state = state * tl.exp(log_decay)
-        error = beta * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * error[None, :]
-        tl.store(pointers, state, mask=tile)
-        y = tl.sum(state * q[:, None], 0)
+        factor = tl.exp(log_decay)
+        # Rows of these tiles are slices.
+        slice_row = tl.arange(0, SLICES)[:, None]
+        values = tl.reshape(v, (SLICES, SLICE))
+        outputs = tl.zeros([SLICES, SLICE], tl.float32)
+        for i in tl.static_range(SLICES):
+            state = next_state * factor
+            if i + 1 < SLICES:
+                next_state = load_state_slice(
+                    pointers, (i + 1) * SLICE, key, in_slice, position, KEY_DIM, VALUE_DIM
+                )
+            own_v = tl.sum(tl.where(slice_row == i, values, 0.0), 0)
+            error = beta * (own_v - tl.sum(state * k[:, None], 0))
+            state += k[:, None] * error[None, :]
+            is_stored = is_key[:, None] & (i * SLICE + in_slice < VALUE_DIM)[None, :]
+            tl.store(pointers + i * SLICE, state, mask=is_stored)
+            own_y = tl.sum(state * q[:, None], 0)
+            outputs = tl.where(slice_row == i, own_y[None, :], outputs)
+        y = tl.reshape(outputs, (VALUE_BLOCK,))
         y = y * tl.rsqrt(tl.sum(y * y, 0) / VALUE_DIM + eps)
         if norm_weight is not None:
             y = y * tl.load(norm_weight + value, mask=is_value, other=0.0)
@@ -238,6 +261,22 @@ def decode_delta_net_kernel(
         tl.store(result, y.to(out.dtype.element_ty), mask=is_value)
     else:
         wait_for_previous(PDL)
+
+
+@jit
+def load_state_slice(
+    pointers,
+    first: tl.constexpr,
+    key,
+    in_slice,
+    position,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Load the value dims of a state from `first` on; a sequence that begins has zeros."""
+    is_value = (first + in_slice < VALUE_DIM) & (in_slice * 0 + position > 0)
+    mask = (key < KEY_DIM)[:, None] & is_value[None, :]
+    return tl.load(pointers + first, mask=mask, other=0.0)
 
 
 # ---- prefill chunks ------------------------------------------------------------------------------
