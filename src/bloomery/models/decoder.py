@@ -51,6 +51,9 @@ from bloomery.spec import (
     SplitTensors,
 )
 
+# A wider shared expert keeps its own products, which are then as efficient.
+MAX_COMMON_EXPERTS = 4
+
 
 @dataclass(frozen=True)
 class SharedBlockEnds:
@@ -753,21 +756,19 @@ def find_common_experts(
     """
     shared = spec.shared
     size = spec.mlp.size
-    has_norms = any(
-        norm is not None
-        for norm in (
-            spec.router_norm,
-            spec.expert_norm,
-            spec.expert_post_norm,
-            spec.shared_norm,
-            spec.shared_post_norm,
-        )
+    norms = (
+        spec.router_norm,
+        spec.expert_norm,
+        spec.expert_post_norm,
+        spec.shared_norm,
+        spec.shared_post_norm,
     )
-    if shared is None or has_norms or spec.latent is not None or spec.mlp.bias or shared.bias:
+    if shared is None or replace(shared, size=size) != spec.mlp or spec.mlp.bias:
         return NO_COMMON_EXPERTS
-    if shared.size % size or replace(shared, size=size) != spec.mlp:
+    if shared.size % size or shared.size // size > MAX_COMMON_EXPERTS:
         return NO_COMMON_EXPERTS
-    if spec.router.bias and spec.shared_gate:
+    has_one_input = all(norm is None for norm in norms) and spec.latent is None
+    if not has_one_input or (spec.router.bias and spec.shared_gate):
         return NO_COMMON_EXPERTS
     if weights.pool is not None or weights.adapter_memory is not None:
         return NO_COMMON_EXPERTS  # adapters change the shared expert's own layers
