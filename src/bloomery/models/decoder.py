@@ -800,7 +800,11 @@ def load_router(
 
 
 def load_experts(
-    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, common: CommonExperts
+    spec: MoeSpec,
+    hidden: int,
+    weights: ModelWeights,
+    prefix: str,
+    common: CommonExperts = NO_COMMON_EXPERTS,
 ) -> ExpertStack:
     """Load this rank's part of every expert."""
     names = weights.names
