@@ -42,10 +42,10 @@ ROUTERS: Mapping[str, tuple[RouterSpec, int, int]] = {
 
 
 # Experts that follow the chosen ones of each token.
-COMMON_EXPERTS = (
-    moe.NO_COMMON_EXPERTS,
-    moe.CommonExperts(1, has_gate=True),
-    moe.CommonExperts(2, scale=2.5),
+FUSED_SHARED = (
+    moe.NO_FUSED_SHARED,
+    moe.FusedSharedExperts(1, has_gate=True),
+    moe.FusedSharedExperts(2, scale=2.5),
 )
 
 
@@ -56,11 +56,11 @@ def check_router(name: str, tokens: int, device: str) -> float:
     correction_bias = torch.randn(num_experts, device=device) if router.correction_bias else None
     expert_scale = torch.rand(num_experts, device=device) if router.expert_scale else None
     errors = []
-    for common in COMMON_EXPERTS:
+    for fused_shared in FUSED_SHARED:
         stacked = logits
-        if common.has_gate:
+        if fused_shared.has_gate:
             stacked = torch.cat((logits, torch.randn(tokens, 1, device=device)), 1)
-        inputs = (stacked, top_k, router, correction_bias, expert_scale, common)
+        inputs = (stacked, top_k, router, correction_bias, expert_scale, fused_shared)
         topk_ids, topk_weights = run_in_poisoned_memory(partial(moe.route_topk_triton, *inputs))
         expected_ids, expected_weights = moe.route_topk_reference(*inputs)
         if not torch.equal(topk_ids, expected_ids):

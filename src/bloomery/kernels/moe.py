@@ -70,10 +70,10 @@ DOWN_TILINGS: Mapping[int, GroupedGemmTiling] = {
 
 
 @dataclass(frozen=True)
-class CommonExperts:
-    """Experts that every token uses, stacked behind those that it chooses.
+class FusedSharedExperts:
+    """The shared expert as experts that every token uses, stacked behind those that it chooses.
 
-    A shared expert that is n times as wide as the others is n of them.
+    A shared expert that is n times as wide as the others becomes n of them.
     """
 
     count: int = 0
@@ -81,7 +81,7 @@ class CommonExperts:
     has_gate: bool = False  # it is multiplied by the sigmoid of a logit behind those of the router
 
 
-NO_COMMON_EXPERTS = CommonExperts()
+NO_FUSED_SHARED = FusedSharedExperts()
 
 
 def route_topk(
@@ -90,16 +90,16 @@ def route_topk(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best experts of each token and their weights, for logits [tokens, experts].
 
     Expert ids [tokens, top_k] are int32, the best first; of equals the lowest comes first. Weights
-    are float32. correction_bias and expert_scale: [experts] in float32. The `common` experts follow
+    are float32. correction_bias and expert_scale: [experts] in float32. Fused shared experts follow
     the chosen ones.
     """
     route = route_topk_triton if use_triton(logits) else route_topk_reference
-    return route(logits, top_k, router, correction_bias, expert_scale, common)
+    return route(logits, top_k, router, correction_bias, expert_scale, fused_shared)
 
 
 def route_topk_reference(
@@ -108,12 +108,14 @@ def route_topk_reference(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The torch reference of `route_topk`."""
-    common_weights = torch.full((len(logits), common.count), common.scale, device=logits.device)
-    if common.has_gate:
-        common_weights = common_weights * logits[:, -1:].float().sigmoid()
+    shared_weights = torch.full(
+        (len(logits), fused_shared.count), fused_shared.scale, device=logits.device
+    )
+    if fused_shared.has_gate:
+        shared_weights = shared_weights * logits[:, -1:].float().sigmoid()
         logits = logits[:, :-1]
     num_experts = logits.shape[1]
     logits = logits.float() * router.logit_scale
@@ -136,10 +138,12 @@ def route_topk_reference(
     weights = weights * router.scale
     if expert_scale is not None:
         weights = weights * expert_scale[expert_ids]
-    if common.count:
-        common_ids = torch.arange(num_experts, num_experts + common.count, device=logits.device)
-        expert_ids = torch.cat((expert_ids, common_ids.expand(len(logits), -1)), 1)
-        weights = torch.cat((weights, common_weights), 1)
+    if fused_shared.count:
+        shared_ids = torch.arange(
+            num_experts, num_experts + fused_shared.count, device=logits.device
+        )
+        expert_ids = torch.cat((expert_ids, shared_ids.expand(len(logits), -1)), 1)
+        weights = torch.cat((weights, shared_weights), 1)
     return expert_ids.to(torch.int32), weights.contiguous()
 
 
@@ -186,10 +190,10 @@ def route_topk_triton(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel."""
-    launch = describe_routing(logits, top_k, router, correction_bias, expert_scale, common)
+    launch = describe_routing(logits, top_k, router, correction_bias, expert_scale, fused_shared)
     route_topk_kernel[(len(logits),)](
         *launch.arguments,
         **launch.constants,
@@ -215,12 +219,12 @@ def describe_routing(
     router: RouterSpec,
     correction_bias: torch.Tensor | None,
     expert_scale: torch.Tensor | None,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> RoutingLaunch:
     """Allocate the results of `route_topk` and return the arguments of `choose_experts`."""
     tokens = len(logits)
-    num_experts = logits.shape[1] - common.has_gate
-    num_choices = top_k + common.count
+    num_experts = logits.shape[1] - fused_shared.has_gate
+    num_choices = top_k + fused_shared.count
     topk_ids = torch.empty(tokens, num_choices, dtype=torch.int32, device=logits.device)
     topk_weights = torch.empty(tokens, num_choices, dtype=torch.float32, device=logits.device)
     arguments = (
@@ -235,15 +239,15 @@ def describe_routing(
         float(router.min_normalizer),
         float(router.scale),
         float(router.threshold),
-        float(common.scale),
+        float(fused_shared.scale),
     )
     constants: dict[str, str | int | bool] = {
         "NUM_EXPERTS": num_experts,
         "EXPERTS_POW2": next_power_of_2(num_experts),
         "TOP_K": top_k,
         "TOP_K_POW2": next_power_of_2(num_choices),
-        "NUM_COMMON": common.count,
-        "HAS_COMMON_GATE": common.has_gate,
+        "NUM_SHARED": fused_shared.count,
+        "HAS_SHARED_GATE": fused_shared.has_gate,
         "SCORE": router.score,
         "SCORE_CHOSEN_ONLY": router.score_chosen_only,
         "SOFTCAP": router.softcap is not None,
@@ -264,21 +268,21 @@ def route_topk_kernel(
     logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
     correction_bias,  # [NUM_EXPERTS]
     expert_scale,  # [NUM_EXPERTS]
-    topk_ids,  # [tokens, TOP_K + NUM_COMMON]
-    topk_weights,  # [tokens, TOP_K + NUM_COMMON]
+    topk_ids,  # [tokens, TOP_K + NUM_SHARED]
+    topk_weights,  # [tokens, TOP_K + NUM_SHARED]
     stride,
     logit_scale,
     softcap,
     min_normalizer,
     weight_scale,
     threshold,
-    common_weight,
+    shared_weight,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,
-    NUM_COMMON: tl.constexpr,
-    HAS_COMMON_GATE: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
     SCORE: tl.constexpr,
     SCORE_CHOSEN_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -307,13 +311,13 @@ def route_topk_kernel(
         min_normalizer,
         weight_scale,
         threshold,
-        common_weight,
+        shared_weight,
         NUM_EXPERTS,
         EXPERTS_POW2,
         TOP_K,
         TOP_K_POW2,
-        NUM_COMMON,
-        HAS_COMMON_GATE,
+        NUM_SHARED,
+        HAS_SHARED_GATE,
         SCORE,
         SCORE_CHOSEN_ONLY,
         SOFTCAP,
@@ -333,21 +337,21 @@ def choose_experts(
     logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
     correction_bias,  # [NUM_EXPERTS]
     expert_scale,  # [NUM_EXPERTS]
-    topk_ids,  # [tokens, TOP_K + NUM_COMMON]
-    topk_weights,  # [tokens, TOP_K + NUM_COMMON]
+    topk_ids,  # [tokens, TOP_K + NUM_SHARED]
+    topk_weights,  # [tokens, TOP_K + NUM_SHARED]
     stride,
     logit_scale,
     softcap,
     min_normalizer,
     weight_scale,
     threshold,
-    common_weight,
+    shared_weight,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,
-    NUM_COMMON: tl.constexpr,
-    HAS_COMMON_GATE: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
     SCORE: tl.constexpr,
     SCORE_CHOSEN_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -361,8 +365,8 @@ def choose_experts(
 ):
     """Route one token: take the best expert TOP_K times, and store the choices.
 
-    The ids and weights of the choices are lanes of `chosen_ids` and `chosen_weights`. The common
-    experts take the lanes behind them.
+    The ids and weights of the choices are lanes of `chosen_ids` and `chosen_weights`. Fused
+    shared experts take the lanes behind them.
     """
     e = tl.arange(0, EXPERTS_POW2)
     is_expert = e < NUM_EXPERTS
@@ -422,13 +426,13 @@ def choose_experts(
     chosen_weights = chosen_weights * weight_scale
     if HAS_EXPERT_SCALE:
         chosen_weights *= tl.load(expert_scale + chosen_ids)
-    NUM_CHOICES: tl.constexpr = TOP_K + NUM_COMMON
-    if NUM_COMMON > 0:
-        if HAS_COMMON_GATE:
+    NUM_CHOICES: tl.constexpr = TOP_K + NUM_SHARED
+    if NUM_SHARED > 0:
+        if HAS_SHARED_GATE:
             gate = tl.load(logits + token * stride + NUM_EXPERTS).to(tl.float32)
-            common_weight = common_weight * tl.sigmoid(gate)
+            shared_weight = shared_weight * tl.sigmoid(gate)
         chosen_ids = tl.where(is_choice, chosen_ids, NUM_EXPERTS + j - TOP_K)
-        chosen_weights = tl.where(is_choice, chosen_weights, common_weight)
+        chosen_weights = tl.where(is_choice, chosen_weights, shared_weight)
     is_stored = j < NUM_CHOICES
     tl.store(topk_ids + token * NUM_CHOICES + j, chosen_ids, mask=is_stored)
     tl.store(topk_weights + token * NUM_CHOICES + j, chosen_weights, mask=is_stored)

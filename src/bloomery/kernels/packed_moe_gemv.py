@@ -35,10 +35,10 @@ from bloomery.kernels.launch import (
     wait_for_previous,
 )
 from bloomery.kernels.moe import (
-    NO_COMMON_EXPERTS,
-    CommonExperts,
+    NO_FUSED_SHARED,
     ExpertOptions,
     ExpertsFusion,
+    FusedSharedExperts,
     PreparedInputs,
     choose_experts,
     describe_routing,
@@ -172,10 +172,10 @@ def route_and_prepare(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> tuple[torch.Tensor, torch.Tensor, PreparedInputs]:
     """Run `route_topk` and `prepare_inputs` in one launch."""
-    routing = describe_routing(logits, top_k, router, correction_bias, expert_scale, common)
+    routing = describe_routing(logits, top_k, router, correction_bias, expert_scale, fused_shared)
     preparation = describe_preparation(x, layout, prologue)
     route_and_prepare_kernel[(1 + preparation.blocks, len(x))](
         *routing.arguments,
@@ -345,15 +345,15 @@ def route_and_prepare_kernel(
     logits,  # [tokens, NUM_EXPERTS], rows `stride` apart
     correction_bias,  # [NUM_EXPERTS]
     expert_scale,  # [NUM_EXPERTS]
-    topk_ids,  # [tokens, TOP_K + NUM_COMMON]
-    topk_weights,  # [tokens, TOP_K + NUM_COMMON]
+    topk_ids,  # [tokens, TOP_K + NUM_SHARED]
+    topk_weights,  # [tokens, TOP_K + NUM_SHARED]
     stride,
     logit_scale,
     softcap,
     min_normalizer,
     weight_scale,
     threshold,
-    common_weight,
+    shared_weight,
     x,  # [rows, COLUMNS]
     norm_weight,  # [COLUMNS]
     words,  # [rows, chunks, WORDS]
@@ -363,8 +363,8 @@ def route_and_prepare_kernel(
     EXPERTS_POW2: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_K_POW2: tl.constexpr,
-    NUM_COMMON: tl.constexpr,
-    HAS_COMMON_GATE: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
     SCORE: tl.constexpr,
     SCORE_CHOSEN_ONLY: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -402,13 +402,13 @@ def route_and_prepare_kernel(
             min_normalizer,
             weight_scale,
             threshold,
-            common_weight,
+            shared_weight,
             NUM_EXPERTS,
             EXPERTS_POW2,
             TOP_K,
             TOP_K_POW2,
-            NUM_COMMON,
-            HAS_COMMON_GATE,
+            NUM_SHARED,
+            HAS_SHARED_GATE,
             SCORE,
             SCORE_CHOSEN_ONLY,
             SOFTCAP,

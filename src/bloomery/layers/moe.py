@@ -8,9 +8,9 @@ import torch
 
 from bloomery.fusion import NormPrologue, ResidualEpilogue
 from bloomery.kernels.moe import (
-    NO_COMMON_EXPERTS,
-    CommonExperts,
+    NO_FUSED_SHARED,
     ExpertsFusion,
+    FusedSharedExperts,
     SharedOutput,
     route_topk,
 )
@@ -50,18 +50,18 @@ class ExpertRouter:
     linear: LinearLayer  # [experts, hidden]
     correction_bias: torch.Tensor | None = None  # [experts]
     expert_scale: torch.Tensor | None = None  # [experts]
-    common: CommonExperts = NO_COMMON_EXPERTS  # `linear` has their gate as the last row
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED  # `linear` has their gate as the last row
 
     def __call__(
         self, x: torch.Tensor, prologue: NormPrologue | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [tokens, hidden] -> ids and weights of experts, [tokens, top_k + common] each."""
+        """x [tokens, hidden] -> ids and weights of experts, [tokens, choices] each."""
         logits = self.linear(x, prologue)
         extra = (self.correction_bias, self.expert_scale)
         pool = self.linear.pool
         if pool is not None and pool.accepts(logits, *extra):
             return ops.route_topk(pool, logits, self.top_k, self.spec, *extra)
-        return route_topk(logits, self.top_k, self.spec, *extra, self.common)
+        return route_topk(logits, self.top_k, self.spec, *extra, self.fused_shared)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class MoeBlock:
             router.spec,
             router.correction_bias,
             router.expert_scale,
-            router.common,
+            router.fused_shared,
         )
         fusion = ExpertsFusion(prologue, self._run_shared(x, prologue), residual, prepared)
         return run_experts(x, expert_ids, expert_weights, self.experts, fusion)

@@ -15,7 +15,7 @@ import torch
 from bloomery.attention.base import AttentionBackend, AttentionStep
 from bloomery.fusion import ActivationEpilogue, NormPrologue
 from bloomery.kernels.activation import xielu_params
-from bloomery.kernels.moe import NO_COMMON_EXPERTS, CommonExperts, ExpertOptions
+from bloomery.kernels.moe import NO_FUSED_SHARED, ExpertOptions, FusedSharedExperts
 from bloomery.kernels.state_cache import LayerStates
 from bloomery.layers.attention import AttentionBlock, ForwardContext, RopeCache
 from bloomery.layers.embedding import LogitsHead, VocabEmbedding
@@ -52,7 +52,7 @@ from bloomery.spec import (
 )
 
 # A wider shared expert keeps its own products, which are then as efficient.
-MAX_COMMON_EXPERTS = 4
+MAX_FUSED_SHARED = 4
 
 
 @dataclass(frozen=True)
@@ -704,13 +704,13 @@ def load_moe_block(
 
     shared = None
     shared_gate = None
-    common = find_common_experts(spec, hidden, weights, prefix)
-    if spec.shared is not None and not common.count:
+    fused_shared = find_fused_shared(spec, hidden, weights, prefix)
+    if spec.shared is not None and not fused_shared.count:
         # No group: the block all-reduces its result together with the experts'.
         shared = load_mlp_block(
             spec.shared, hidden, weights, prefix, None, names.shared_up, names.shared_down
         )
-    if spec.shared_gate and not common.count:
+    if spec.shared_gate and not fused_shared.count:
         shared_gate = weights.linear(prefix, names.extra["shared_gate"], [1], hidden, False)
     norms = MoeNorms(
         router=load_norm("router_norm"),
@@ -719,8 +719,8 @@ def load_moe_block(
         shared=load_norm("shared_norm"),
         shared_output=load_norm("shared_post_norm"),
     )
-    router = load_router(spec, hidden, weights, prefix, common)
-    experts = load_experts(spec, spec.latent or hidden, weights, prefix, common)
+    router = load_router(spec, hidden, weights, prefix, fused_shared)
+    experts = load_experts(spec, spec.latent or hidden, weights, prefix, fused_shared)
     return MoeBlock(
         router,
         experts,
@@ -747,9 +747,9 @@ def load_latent_space(
     )
 
 
-def find_common_experts(
+def find_fused_shared(
     spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str
-) -> CommonExperts:
+) -> FusedSharedExperts:
     """Return the shared expert as experts that every token uses, if it can be stacked with them.
 
     Then the kernels of the experts run it as well. On a CPU its own products are as fast.
@@ -764,28 +764,28 @@ def find_common_experts(
         spec.shared_post_norm,
     )
     if shared is None or replace(shared, size=size) != spec.mlp or spec.mlp.bias:
-        return NO_COMMON_EXPERTS
-    if shared.size % size or shared.size // size > MAX_COMMON_EXPERTS:
-        return NO_COMMON_EXPERTS
+        return NO_FUSED_SHARED
+    if shared.size % size or shared.size // size > MAX_FUSED_SHARED:
+        return NO_FUSED_SHARED
     has_one_input = all(norm is None for norm in norms) and spec.latent is None
     if not has_one_input or (spec.router.bias and spec.shared_gate):
-        return NO_COMMON_EXPERTS
+        return NO_FUSED_SHARED
     if weights.pool is not None or weights.adapter_memory is not None:
-        return NO_COMMON_EXPERTS  # adapters change the shared expert's own layers
+        return NO_FUSED_SHARED  # adapters change the shared expert's own layers
     if not weights.has_dense_experts(prefix, spec.mlp, shared, hidden):
-        return NO_COMMON_EXPERTS
-    return CommonExperts(shared.size // size, spec.shared_scale, spec.shared_gate)
+        return NO_FUSED_SHARED
+    return FusedSharedExperts(shared.size // size, spec.shared_scale, spec.shared_gate)
 
 
 def load_router(
-    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, common: CommonExperts
+    spec: MoeSpec, hidden: int, weights: ModelWeights, prefix: str, fused_shared: FusedSharedExperts
 ) -> ExpertRouter:
-    """Load the router, which every rank has, with the gate of the common experts behind it."""
+    """Load the router, which every rank has, and behind it the gate of a fused shared expert."""
     extra = weights.names.extra
     router = spec.router
     stored: str | SplitTensors = extra["router"]
     sizes = [spec.num_experts]
-    if common.has_gate:
+    if fused_shared.has_gate:
         stored = SplitTensors((extra["router"], extra["shared_gate"]))
         sizes.append(1)
     linear = weights.linear(prefix, stored, sizes, hidden, router.bias)
@@ -796,7 +796,7 @@ def load_router(
         correction_bias = weights.expert_vector(name, spec.num_experts)
     if router.expert_scale:
         expert_scale = weights.expert_vector(prefix + extra["expert_scale"], spec.num_experts)
-    return ExpertRouter(router, spec.top_k, linear, correction_bias, expert_scale, common)
+    return ExpertRouter(router, spec.top_k, linear, correction_bias, expert_scale, fused_shared)
 
 
 def load_experts(
@@ -804,7 +804,7 @@ def load_experts(
     hidden: int,
     weights: ModelWeights,
     prefix: str,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> ExpertStack:
     """Load this rank's part of every expert."""
     names = weights.names
@@ -813,16 +813,16 @@ def load_experts(
     up_parts = [mlp.size, mlp.size] if mlp.gated else [mlp.size]
     up_shard = weights.layout.up(mlp)
     down_shard = weights.layout.down(mlp)
-    common_up: list[WeightMatrix] = []
-    common_down: list[WeightMatrix] = []
-    if common.count:
+    shared_up: list[WeightMatrix] = []
+    shared_down: list[WeightMatrix] = []
+    if fused_shared.count:
         assert spec.shared is not None
-        common_up, common_down = weights.common_experts(prefix, spec.shared, mlp.size, hidden)
+        shared_up, shared_down = weights.split_shared_expert(prefix, spec.shared, mlp.size, hidden)
     up = weights.experts(
-        prefix, names.expert_up, num_experts, up_parts, hidden, up_shard, common_up
+        prefix, names.expert_up, num_experts, up_parts, hidden, up_shard, shared_up
     )
     down = weights.experts(
-        prefix, names.expert_down, num_experts, [hidden], mlp.size, down_shard, common_down
+        prefix, names.expert_down, num_experts, [hidden], mlp.size, down_shard, shared_down
     )
     up_bias = None
     down_bias = None
@@ -840,4 +840,4 @@ def load_experts(
             add(names.expert_up, up_parts, hidden, up_shard),
             add(names.expert_down, [hidden], mlp.size, down_shard),
         )
-    return ExpertStack(num_experts + common.count, up, down, options, adapters)
+    return ExpertStack(num_experts + fused_shared.count, up, down, options, adapters)

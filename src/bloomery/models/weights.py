@@ -329,12 +329,12 @@ class ModelWeights:
         parts: Sequence[int],
         inputs: int,
         shard: WeightShard = UNSHARDED,
-        common: Sequence[WeightMatrix] = (),
+        shared: Sequence[WeightMatrix] = (),
     ) -> PreparedWeight:
         """Load the matrices of all experts, stacked: [experts * sum of parts, inputs].
 
-        `shard` is the part of each expert that this rank holds. Experts in `common`, of the same
-        shape, come last.
+        `shard` is the part of each expert that this rank holds. Shared experts of the same shape
+        come last.
         """
         matrices = []
         for expert in range(num_experts):
@@ -347,7 +347,7 @@ class ModelWeights:
             )
             matrices.append(select_shard(matrix, shard))
         first, *others = matrices
-        others += [select_shard(matrix, shard) for matrix in common]
+        others += [select_shard(matrix, shard) for matrix in shared]
         prepared = self._prepare(first.cat(others))
         self.expert_bytes += prepared.nbytes * num_experts // (1 + len(others))
         return prepared
@@ -372,7 +372,7 @@ class ModelWeights:
         }
         return len(dtypes) == 1 and None not in dtypes
 
-    def common_experts(
+    def split_shared_expert(
         self, prefix: str, spec: MlpSpec, size: int, hidden: int
     ) -> tuple[list[WeightMatrix], list[WeightMatrix]]:
         """Open an expert that every token uses as experts of `size`: up and down of each."""

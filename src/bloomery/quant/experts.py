@@ -15,10 +15,10 @@ import torch
 from bloomery.fusion import NormPrologue
 from bloomery.kernels.activation import apply_activation
 from bloomery.kernels.moe import (
-    NO_COMMON_EXPERTS,
-    CommonExperts,
+    NO_FUSED_SHARED,
     ExpertOptions,
     ExpertsFusion,
+    FusedSharedExperts,
     PreparedInputs,
     SharedOutput,
     fused_experts,
@@ -172,10 +172,10 @@ def route_inputs(
     router: RouterSpec,
     correction_bias: torch.Tensor | None = None,
     expert_scale: torch.Tensor | None = None,
-    common: CommonExperts = NO_COMMON_EXPERTS,
+    fused_shared: FusedSharedExperts = NO_FUSED_SHARED,
 ) -> RoutedInputs:
     """Route x [tokens, hidden] by its logits, and prepare it for the experts in the same launch."""
-    routing = (logits, top_k, router, correction_bias, expert_scale, common)
+    routing = (logits, top_k, router, correction_bias, expert_scale, fused_shared)
     packed_up = find_packed(experts.up, x.dtype)
     packed_down = find_packed(experts.down, x.dtype)
     if (
@@ -183,7 +183,7 @@ def route_inputs(
         and packed_up is not None
         and packed_down is not None
         and can_prepare_experts(
-            x, packed_up, packed_down, experts.num_experts, top_k + common.count
+            x, packed_up, packed_down, experts.num_experts, top_k + fused_shared.count
         )
     ):
         layout = describe_layout(packed_up)

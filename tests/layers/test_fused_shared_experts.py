@@ -8,7 +8,7 @@ import torch
 from bloomery.fusion import NormPrologue
 from bloomery.kernels import gemv, moe
 from bloomery.kernels.launch import triton_interpreted
-from bloomery.kernels.moe import CommonExperts
+from bloomery.kernels.moe import FusedSharedExperts
 from bloomery.layers.linear import AddResidual, LinearLayer, materialize
 from bloomery.layers.mlp import MlpBlock, build_activation
 from bloomery.layers.moe import ExpertRouter, MoeBlock
@@ -34,7 +34,7 @@ def build_blocks(has_gate: bool) -> tuple[MoeBlock, MoeBlock]:
     down = torch.randn(NUM_EXPERTS + COUNT, HIDDEN, SIZE) * 0.2
     router = torch.randn(NUM_EXPERTS, HIDDEN) * 0.3
     gate = torch.randn(1, HIDDEN) * 0.3
-    common = CommonExperts(COUNT, SCALE, has_gate)
+    fused_shared = FusedSharedExperts(COUNT, SCALE, has_gate)
     spec = RouterSpec()
 
     def build_stack(count: int) -> ExpertStack:
@@ -56,7 +56,7 @@ def build_blocks(has_gate: bool) -> tuple[MoeBlock, MoeBlock]:
     )
     rows = torch.cat((router, gate)) if has_gate else router
     stacked = MoeBlock(
-        ExpertRouter(spec, TOP_K, build_linear(rows), common=common),
+        ExpertRouter(spec, TOP_K, build_linear(rows), fused_shared=fused_shared),
         build_stack(NUM_EXPERTS + COUNT),
     )
     return separate, stacked
