@@ -31,7 +31,7 @@ settings.load_profile("repeatable")
 def pytest_runtest_setup() -> None:
     """Seed all random generators, so that a test does not depend on the tests before it.
 
-    Requests without a seed draw theirs from `secrets`: a test asks for the same answers each time.
+    Requests without a seed draw one from `secrets`, so they get the same answers in every run, too.
     """
     random.seed(0)
     secrets.randbits = random.Random(0).getrandbits

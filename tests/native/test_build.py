@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from bloomery.native.build import (
     is_intact,
 )
 
+SOURCES = Path(build.__file__).parents[2]
 CONTENT = b"a library"
 ALL_FLAGS = {flag for variant in KERNEL_VARIANTS for flag in variant.flags}
 
@@ -48,6 +51,22 @@ def test_without_a_compiler_the_error_says_so(
     with pytest.raises(NativeBuildError, match="no C compiler") as caught:
         build_library(folder=tmp_path)
     assert "times slower" in str(caught.value) and "install gcc" in str(caught.value)
+
+
+def test_an_installation_without_a_compiler_goes_on_with_a_warning(tmp_path: Path) -> None:
+    environment = {
+        "PATH": str(tmp_path),
+        "PYTHONPATH": str(SOURCES),
+        "BLOOMERY_CACHE_DIR": str(tmp_path),
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "bloomery.native.build"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.startswith("warning: there is no C compiler")
 
 
 def test_a_compiler_that_fails_is_reported(tmp_path: Path) -> None:

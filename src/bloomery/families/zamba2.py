@@ -63,13 +63,16 @@ def read_uses(config: ConfigReader) -> list[int]:
 
 
 def read_names(config: ConfigReader) -> TensorNames:
-    """Say where layers with a block have their tensors."""
+    """Say where layers with a block have their tensors.
+
+    Where the embeddings are not tied, each layer may have a copy of its block.
+    """
     uses = read_uses(config)
     own_copies = not config.flag("tie_word_embeddings")
     aliases = name_shared_blocks(uses, config.size("num_mem_blocks"), BLOCK, LOW_RANK, own_copies)
     for i in uses:
+        layer = f"model.layers.{i}."
         for name in ("mamba.", "input_layernorm."):
-            layer = f"model.layers.{i}."
             aliases[layer + name] = (f"{layer}mamba_decoder.{name}",)
     return replace(ZAMBA2_NAMES, aliases=aliases)
 

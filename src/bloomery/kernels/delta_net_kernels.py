@@ -1,6 +1,7 @@
 """Triton kernels of the gated delta net: one for decodes, three for prefill chunks.
 
-A decode is one program per value head, which holds the whole state of the head in registers.
+A decode is one program per value head, which holds the state of the head in registers: the whole
+state, or with many decodes one slice of it after another.
 
 A prefill is computed in chunks of CHUNK positions with matrix products. Within a chunk with keys K,
 values V, cumulative log decays G and write strengths beta, all positions depend on each other by
@@ -42,9 +43,9 @@ class DeltaNetTiling:
     """Launch parameters of the kernels; benchmarks/recurrent.py compares others."""
 
     decode_warps: int = 8
-    # With many decodes a program takes a state in slices of value dims. Fewer registers let several
-    # programs share a processor, so that one computes while another waits for its state.
-    many_decodes: int = 8  # sequences
+    # With this many decodes or more, a program takes a state in slices of value dims. Fewer
+    # registers let several programs share a multiprocessor: one computes while another waits.
+    many_decodes: int = 8
     decode_slice: int = 32
     slice_warps: int = 4
     prepare_warps: int = 8

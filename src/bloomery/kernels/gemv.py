@@ -512,7 +512,8 @@ def gemv_kernel(
     enough digits for the difference unless the mean is hundreds of deviations.
 
     With an adapter the first SHRINKS programs compute its shrunk row instead: they multiply rows of
-    A as the others multiply rows of the weight, so all of them end at about the same time.
+    A as the others multiply rows of the weight, so all of them end at about the same time. They
+    store no outputs.
     """
     if NUM_EXPERTS > 0:
         wait_for_previous(PDL)  # the router of this step writes expert_ids
@@ -527,8 +528,8 @@ def gemv_kernel(
         out += result * NUM_OUTPUTS
     output = (tl.program_id(0) - SHRINKS) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     if SHRINKS > 0:
-        # Branches around the work of some programs would double the registers of all, so the
-        # programs that shrink compute outputs that do not exist.
+        # A branch around the outputs would double the registers of all programs. So the programs
+        # that shrink compute outputs beyond the last one, and nothing stores these.
         shrinks = tl.program_id(0) < SHRINKS
         output = tl.where(shrinks, NUM_OUTPUTS, output)
     first_row, second_row = weight_rows(
@@ -541,7 +542,7 @@ def gemv_kernel(
         lora_slot = tl.load(lora_slots).to(tl.int64)
         first_part = tl.load(lora_parts + first_row)
         second_part = tl.load(lora_parts + second_row)
-        if tl.program_id(0) < SHRINKS:
+        if shrinks:
             # `volatile` keeps the compiler from loading the slot in all programs: their requests
             # for weights would wait for it.
             own_slot = tl.load(lora_slots, volatile=True).to(tl.int64)

@@ -9,7 +9,7 @@ split into blocks. A launch has as many programs as there could be blocks; progr
 block return immediately. All shapes are known to the host, so a step can be captured in a CUDA
 graph. The sum over a token's choices runs in their order, so a result does not depend on other
 tokens of the batch. If there are few pairs, which seldom share an expert, each pair is a GEMV of
-its own (kernels/gemv).
+its own (kernels/gemv), and the down projections of a token end in the sum.
 
 An expert id outside the range, as a padding row may have, selects no expert and adds nothing.
 """
@@ -617,7 +617,6 @@ def expert_down_gemv(
     topk_weights: torch.Tensor | None,
     x: torch.Tensor,
     fusion: ExpertsFusion,
-    tiling: GemvTiling | None = None,
 ) -> torch.Tensor:
     """Multiply h [pairs, size] by the experts' down projections and sum: [tokens, hidden], like x.
 
@@ -626,38 +625,29 @@ def expert_down_gemv(
     """
     tokens, top_k = topk_ids.shape
     num_experts, hidden, columns = down.shape
-    if tiling is None:
-        tiling = select_down_tiling(columns, down.element_size())
-    shared = fusion.shared
-    residual = fusion.residual
-    out = torch.empty_like(x)
+    tiling = select_down_tiling(columns, down.element_size())
+    launch = describe_expert_sum(x, fusion)
     expert_down_gemv_kernel[(-(-hidden // tiling.outputs), tokens)](
         h,
         down,
         topk_ids,
         topk_ids if topk_weights is None else topk_weights,
-        out if bias is None else bias,
-        out if shared is None else shared.y.contiguous(),
-        out if shared is None or shared.gate_logits is None else shared.gate_logits.contiguous(),
-        out if residual is None else residual.tensor.contiguous(),
-        out,
-        1.0 if residual is None else residual.scale,
+        x if bias is None else bias,
+        *launch.arguments,
         NUM_OUTPUTS=hidden,
         COLUMNS=columns,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         HAS_WEIGHTS=topk_weights is not None,
         HAS_BIAS=bias is not None,
-        HAS_SHARED=shared is not None,
-        HAS_GATE=shared is not None and shared.gate_logits is not None,
-        HAS_RESIDUAL=residual is not None,
+        **launch.constants,
         VECTOR=16 // down.element_size(),
         BLOCK_OUT=tiling.outputs,
         BLOCK_K=tiling.block_k,
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )
-    return out
+    return launch.out
 
 
 def select_down_tiling(columns: int, itemsize: int) -> GemvTiling:
@@ -756,18 +746,20 @@ def expert_down_gemv_kernel(
         if HAS_BIAS and step % BLOCKS == 0:
             expert = load_expert(expert_ids + step // BLOCKS, NUM_EXPERTS)
             total += pair_weight * tl.load(bias + expert * NUM_OUTPUTS + row).to(tl.float32)
-    total += tl.sum(y, 1)
-    place = token * NUM_OUTPUTS + output
-    inside = output < NUM_OUTPUTS
-    if HAS_SHARED:
-        z = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
-        if HAS_GATE:
-            z *= tl.sigmoid(tl.load(gate_logits + token).to(tl.float32))
-        total += z
-    if HAS_RESIDUAL:
-        r = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-        total = r + residual_scale * total
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    store_expert_sum(
+        total + tl.sum(y, 1),
+        token,
+        output,
+        shared,
+        gate_logits,
+        residual,
+        out,
+        residual_scale,
+        NUM_OUTPUTS,
+        HAS_SHARED,
+        HAS_GATE,
+        HAS_RESIDUAL,
+    )
 
 
 @jit
@@ -1143,6 +1135,65 @@ def locate_expert_block(
     return expert, start, expert_start + tl.sum(tl.where(is_member, count, 0), 0)
 
 
+class ExpertSumLaunch(NamedTuple):
+    """The result of a kernel that ends in `store_expert_sum`, and what that function takes."""
+
+    out: torch.Tensor  # [tokens, hidden]
+    # shared output, gate logits, residual, out, residual scale
+    arguments: tuple[torch.Tensor | float, ...]
+    constants: dict[str, bool]
+
+
+def describe_expert_sum(x: torch.Tensor, fusion: ExpertsFusion) -> ExpertSumLaunch:
+    """Allocate the sum over each token's experts, like x, and describe what is added to it."""
+    shared = fusion.shared
+    residual = fusion.residual
+    gate_logits = None if shared is None else shared.gate_logits
+    out = torch.empty_like(x)
+    arguments = (
+        out if shared is None else shared.y.contiguous(),
+        out if gate_logits is None else gate_logits.contiguous(),
+        out if residual is None else residual.tensor.contiguous(),
+        out,
+        1.0 if residual is None else residual.scale,
+    )
+    constants = {
+        "HAS_SHARED": shared is not None,
+        "HAS_GATE": gate_logits is not None,
+        "HAS_RESIDUAL": residual is not None,
+    }
+    return ExpertSumLaunch(out, arguments, constants)
+
+
+@jit
+def store_expert_sum(
+    total,  # [columns] of the token
+    token,
+    column,
+    shared,  # [tokens, HIDDEN]
+    gate_logits,  # [tokens]
+    residual,  # [tokens, HIDDEN]
+    out,  # [tokens, HIDDEN]
+    residual_scale,
+    HIDDEN: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    """Add the shared expert's output and the residual to a token's sum, and store it."""
+    place = token * HIDDEN + column
+    inside = column < HIDDEN
+    if HAS_SHARED:
+        shared_output = tl.load(shared + place, mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            shared_output *= tl.sigmoid(tl.load(gate_logits + token).to(tl.float32))
+        total += shared_output
+    if HAS_RESIDUAL:
+        residual_values = tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+        total = residual_values + residual_scale * total
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
 def sum_expert_outputs(
     y: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -1155,32 +1206,24 @@ def sum_expert_outputs(
 
     Without weights all of them are 1. The shared expert's output and the residual are added.
     """
-    shared = fusion.shared
-    residual = fusion.residual
-    out = torch.empty_like(x)
+    launch = describe_expert_sum(x, fusion)
     tokens, hidden = x.shape
     width = min(1024, next_power_of_2(hidden))
     sum_expert_outputs_kernel[(tokens, -(-hidden // width))](
         y,
         topk_ids,
         topk_ids if topk_weights is None else topk_weights,
-        out if shared is None else shared.y.contiguous(),
-        out if shared is None or shared.gate_logits is None else shared.gate_logits.contiguous(),
-        out if residual is None else residual.tensor.contiguous(),
-        out,
-        1.0 if residual is None else residual.scale,
+        *launch.arguments,
         num_experts,
         HIDDEN=hidden,
         TOP_K=topk_ids.shape[1],
         WIDTH=width,
         HAS_WEIGHTS=topk_weights is not None,
-        HAS_SHARED=shared is not None,
-        HAS_GATE=shared is not None and shared.gate_logits is not None,
-        HAS_RESIDUAL=residual is not None,
+        **launch.constants,
         num_warps=4,
         **pdl_options(x.device),
     )
-    return out
+    return launch.out
 
 
 @jit
@@ -1192,7 +1235,7 @@ def sum_expert_outputs_kernel(
     gate_logits,  # [tokens]
     residual,  # [tokens, HIDDEN]
     out,  # [tokens, HIDDEN]
-    scale,
+    residual_scale,
     num_experts,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -1219,13 +1262,17 @@ def sum_expert_outputs_kernel(
         if HAS_WEIGHTS:
             expert_output *= tl.load(topk_weights + pair).to(tl.float32)
         total += expert_output
-    if HAS_SHARED:
-        z = tl.load(shared + token * HIDDEN + column, mask=column < HIDDEN, other=0.0)
-        z = z.to(tl.float32)
-        if HAS_GATE:
-            z *= tl.sigmoid(tl.load(gate_logits + token).to(tl.float32))
-        total += z
-    if HAS_RESIDUAL:
-        r = tl.load(residual + token * HIDDEN + column, mask=column < HIDDEN, other=0.0)
-        total = r.to(tl.float32) + scale * total
-    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
+    store_expert_sum(
+        total,
+        token,
+        column,
+        shared,
+        gate_logits,
+        residual,
+        out,
+        residual_scale,
+        HIDDEN,
+        HAS_SHARED,
+        HAS_GATE,
+        HAS_RESIDUAL,
+    )

@@ -41,7 +41,9 @@ from bloomery.kernels.moe import (
     FusedSharedExperts,
     PreparedInputs,
     choose_experts,
+    describe_expert_sum,
     describe_routing,
+    store_expert_sum,
 )
 from bloomery.kernels.packed import PackedLayout, PackedWeight, describe_layout
 from bloomery.kernels.packed_gemv import (
@@ -267,9 +269,7 @@ def multiply_down(
     tiling = tiling or DOWN_TILING
     outputs = down.shape[0] // num_experts
     tokens, top_k = topk_ids.shape
-    shared = fusion.shared
-    residual = fusion.residual
-    out = torch.empty_like(x)
+    launch = describe_expert_sum(x, fusion)
     expert_down_kernel[(-(-outputs // tiling.outputs), tokens)](
         h,
         layout.codes.view(torch.int32),
@@ -277,27 +277,21 @@ def multiply_down(
         layout.scale if layout.zero_point is None else layout.zero_point,
         topk_ids,
         topk_ids if topk_weights is None else topk_weights,
-        out if bias is None else bias,
-        out if shared is None else shared.y.contiguous(),
-        out if shared is None or shared.gate_logits is None else shared.gate_logits.contiguous(),
-        out if residual is None else residual.tensor.contiguous(),
-        out,
-        1.0 if residual is None else residual.scale,
+        x if bias is None else bias,
+        *launch.arguments,
         NUM_OUTPUTS=outputs,
         NUM_EXPERTS=num_experts,
         TOP_K=top_k,
         HAS_WEIGHTS=topk_weights is not None,
         HAS_BIAS=bias is not None,
-        HAS_SHARED=shared is not None,
-        HAS_GATE=shared is not None and shared.gate_logits is not None,
-        HAS_RESIDUAL=residual is not None,
+        **launch.constants,
         **layout_constants(down),
         BLOCK_OUT=tiling.outputs,
         BLOCK_CHUNKS=tiling.chunks,
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )
-    return out
+    return launch.out
 
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -776,18 +770,19 @@ def expert_down_kernel(
                 bias_weight *= tl.load(topk_weights + token * TOP_K + choice).to(tl.float32)
             bias_row = tl.where(is_expert, expert, 0).to(tl.int64) * NUM_OUTPUTS
             total += bias_weight * tl.load(bias + bias_row + row).to(tl.float32)
-    if HAS_SHARED:
-        shared_output = tl.load(shared + token * NUM_OUTPUTS + row).to(tl.float32)
-        if HAS_GATE:
-            shared_output *= tl.sigmoid(tl.load(gate_logits + token).to(tl.float32))
-        total += shared_output
-    if HAS_RESIDUAL:
-        r = tl.load(residual + token * NUM_OUTPUTS + row).to(tl.float32)
-        total = r + residual_scale * total
-    tl.store(
-        out + token * NUM_OUTPUTS + output,
-        total.to(out.dtype.element_ty),
-        mask=output < NUM_OUTPUTS,
+    store_expert_sum(
+        total,
+        token,
+        output,
+        shared,
+        gate_logits,
+        residual,
+        out,
+        residual_scale,
+        NUM_OUTPUTS,
+        HAS_SHARED,
+        HAS_GATE,
+        HAS_RESIDUAL,
     )
 
 

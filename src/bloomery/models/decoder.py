@@ -51,7 +51,8 @@ from bloomery.spec import (
     SplitTensors,
 )
 
-# A wider shared expert keeps its own products, which are then as efficient.
+# A shared expert that is wider than so many others keeps its own products: the kernel that sums the
+# experts of a token is unrolled over all of them.
 MAX_FUSED_SHARED = 4
 
 
@@ -752,7 +753,7 @@ def find_fused_shared(
 ) -> FusedSharedExperts:
     """Return the shared expert as experts that every token uses, if it can be stacked with them.
 
-    Then the kernels of the experts run it as well. On a CPU its own products are as fast.
+    Then the kernels of the experts run it as well. Native CPU kernels run it on its own.
     """
     shared = spec.shared
     size = spec.mlp.size
@@ -771,7 +772,7 @@ def find_fused_shared(
     if not has_one_input or (spec.router.bias and spec.shared_gate):
         return NO_FUSED_SHARED
     if weights.pool is not None or weights.adapter_memory is not None:
-        return NO_FUSED_SHARED  # adapters change the shared expert's own layers
+        return NO_FUSED_SHARED  # an adapter may change the shared expert alone
     if not weights.has_dense_experts(prefix, spec.mlp, shared, hidden):
         return NO_FUSED_SHARED
     return FusedSharedExperts(shared.size // size, spec.shared_scale, spec.shared_gate)

@@ -356,16 +356,12 @@ class ModelWeights:
         """Whether the experts and the shared expert are stored as floats of one type."""
         names = self.names
         expert = 0 if names.stacked_experts else None
-        experts = prefix + names.experts.format(e=0)
+        first = prefix + names.experts.format(e=0)
+        up_parts = [mlp.size] * (1 + mlp.gated)
         matrices = (
-            self._stored_matrix(
-                experts, names.expert_up, [mlp.size] * (1 + mlp.gated), hidden, expert
-            ),
-            self._stored_matrix(experts, names.expert_down, [hidden], mlp.size, expert),
-            self._stored_matrix(
-                prefix, names.shared_up, [shared.size] * (1 + shared.gated), hidden
-            ),
-            self._stored_matrix(prefix, names.shared_down, [hidden], shared.size),
+            self._stored_matrix(first, names.expert_up, up_parts, hidden, expert),
+            self._stored_matrix(first, names.expert_down, [hidden], mlp.size, expert),
+            *self._open_shared_expert(prefix, shared, hidden),
         )
         dtypes = {
             matrix.weight.dtype if isinstance(matrix, DenseMatrix) else None for matrix in matrices
@@ -375,15 +371,21 @@ class ModelWeights:
     def split_shared_expert(
         self, prefix: str, spec: MlpSpec, size: int, hidden: int
     ) -> tuple[list[WeightMatrix], list[WeightMatrix]]:
-        """Open an expert that every token uses as experts of `size`: up and down of each."""
-        up = self._stored_matrix(
-            prefix, self.names.shared_up, [spec.size] * (1 + spec.gated), hidden
-        )
-        down = self._stored_matrix(prefix, self.names.shared_down, [hidden], spec.size)
+        """Open the shared expert as experts of `size`: up and down of each."""
+        up, down = self._open_shared_expert(prefix, spec, hidden)
         starts = range(0, spec.size, size)
         offsets = (0, spec.size) if spec.gated else (0,)
         ups = [up.rows([(i + start, i + start + size) for i in offsets]) for start in starts]
         return ups, [down.cols(start, start + size) for start in starts]
+
+    def _open_shared_expert(
+        self, prefix: str, spec: MlpSpec, hidden: int
+    ) -> tuple[WeightMatrix, WeightMatrix]:
+        """Open the up and down projections of the shared expert."""
+        names = self.names
+        up_parts = [spec.size] * (1 + spec.gated)
+        up = self._stored_matrix(prefix, names.shared_up, up_parts, hidden)
+        return up, self._stored_matrix(prefix, names.shared_down, [hidden], spec.size)
 
     def expert_bias(
         self,
