@@ -64,7 +64,7 @@ from bloomery.kernels.norm import layer_norm_reference, rms_norm_reference
 from bloomery.kernels.rope_cache import apply_rope_and_cache_reference
 
 MAX_TOKENS = 4  # with more tokens a GEMM is faster
-MAX_ROUTER_ROWS = 320  # a router has one for each expert, and some for gates
+MAX_ROUTER_ROWS = 320  # one for each expert, and one for the gate of a shared expert
 MAX_COLUMNS = 65536  # the loop over the columns is unrolled
 
 

@@ -349,6 +349,7 @@ class ModelWeights:
         first, *others = matrices
         others += [select_shard(matrix, shard) for matrix in shared]
         prepared = self._prepare(first.cat(others))
+        # The meter counts shared experts with the rest of the weights, not with the experts.
         self.expert_bytes += prepared.nbytes * num_experts // (1 + len(others))
         return prepared
 
